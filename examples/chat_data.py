@@ -1,7 +1,8 @@
-"""What both fine-tuning examples read: conversations as sequences of tokens, and a tiny model's folder for a first run."""
+"""What both fine-tuning examples share: options, conversations as sequences of tokens, and a tiny model's folder for a first run."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,19 @@ CONVERSATIONS = [
     for n in range(40)
 ]
 _TEMPLATE = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+
+
+def option_parser(description: str | None, saved: str, lr: float) -> argparse.ArgumentParser:
+    """A parser with the options of both examples; `saved`: what goes to --out; `lr`: the learning rate if none is given."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a published model (default: a tiny one with random weights)")
+    parser.add_argument("--data", type=Path, help='.jsonl of {"messages": [...]} or {"text": ...} (default: a few conversations)')
+    parser.add_argument("--out", type=Path, help=f"folder for the {saved} (default: not saved)")
+    parser.add_argument("--steps", type=int, default=20, help="(default %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="sequences a step (default %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens a sequence (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=lr, help="(default %(default)s)")
+    return parser
 
 
 def make_tiny_folder(folder: Path) -> Path:

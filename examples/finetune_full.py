@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chat_data import make_tiny_folder, read_sequences
+from chat_data import make_tiny_folder, option_parser, read_sequences
 from mxep.integrations import transformers_5
 from mxep.train.low_memory_adamw import LowMemoryAdamW
 from mxep.train.optimizer_in_backward import OptimizerInBackward
@@ -26,16 +26,9 @@ from mxep.train.state_precision import StatePrecision
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a published model (default: a tiny one with random weights)")
-    parser.add_argument("--data", type=Path, help='.jsonl of {"messages": [...]} or {"text": ...} (default: a few conversations)')
-    parser.add_argument("--out", type=Path, help="folder for the tuned model (default: not saved)")
+    parser = option_parser(__doc__, "tuned model", lr=1e-3)
     parser.add_argument("--recipe", default="mxfp8_wgrad_with_hp", help="precision of the products (default %(default)s)")
     parser.add_argument("--optimizer", choices=("adamw8bit", "adamw4bit"), default="adamw8bit", help="(default %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="(default %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences a step (default %(default)s)")
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens a sequence (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="(default %(default)s)")
     return parser.parse_args()
 
 

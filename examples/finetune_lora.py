@@ -18,22 +18,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from chat_data import make_tiny_folder, read_sequences
+from chat_data import make_tiny_folder, option_parser, read_sequences
 from mxep.integrations import peft_0_21, transformers_5
 from mxep.integrations.transformers_quantizer import MXFP8Config
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a published model (default: a tiny one with random weights)")
-    parser.add_argument("--data", type=Path, help='.jsonl of {"messages": [...]} or {"text": ...} (default: a few conversations)')
-    parser.add_argument("--out", type=Path, help="folder for the adapter (default: not saved)")
+    parser = option_parser(__doc__, "adapter", lr=2e-3)
     parser.add_argument("--recipe", default="mxfp8_wgrad_with_hp", help="precision of the experts' GEMMs (default %(default)s)")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="(default %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="sequences a step (default %(default)s)")
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens a sequence (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="(default %(default)s)")
     return parser.parse_args()
 
 

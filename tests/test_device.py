@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -76,11 +77,11 @@ def test_checking_on_gpus_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not device.checking(torch.device("cuda", 0))
 
 
-def test_read_machine() -> None:
-    machine = device.read_machine()
-    assert machine.torch == torch.__version__
-    assert machine.cores >= 1
-    assert "gloo" in machine.backends
+def test_machine_facts() -> None:
+    facts = device.machine_facts()
+    assert facts["torch"] == torch.__version__
+    assert f"{os.cpu_count()} cores" in facts["cpu"]
+    assert "gloo" in facts["process-group backends"]
 
 
 @pytest.fixture

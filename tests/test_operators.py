@@ -201,6 +201,19 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.tensor([[0, 2, 2]], dtype=torch.int32), 3, 0, 3),
         (torch.zeros(0, 2, dtype=torch.int64), 2, 1, 4),
     ],
+    "adamw_step": lambda: [
+        (
+            torch.randn(512).bfloat16(),
+            torch.randn(512).bfloat16(),
+            *(torch.full((512,), 77, dtype=torch.uint8) for _ in range(2)),
+            *(torch.ones(2) for _ in range(2)),
+            *(torch.full((), value) for value in (3.0, 1e-2, 2.0, 0.0)),
+            7,
+            (512, 512, 0),
+            (0.9, 0.95, 0.1, 1e-8),
+        ),
+        (*(torch.rand(7) for _ in range(4)), None, None, torch.zeros(()), torch.ones(()), None, None, 7, (7, 7, 0), (0.9, 0.95, 0.1, 1e-8)),
+    ],
     "route_tokens": lambda: [
         (torch.randn(4, 6), torch.randn(6), 2, "sigmoid", 3, 2, False, True, 2.0, True, True),
         (torch.randn(5, 6).bfloat16(), None, 3, "softmax", 1, 1, True, False, 1.0, False, False),
@@ -212,9 +225,15 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             (None, torch.ones(()), "sigmoid", False, 1.0, torch.float32),
         )
     ],
-    "index_topk_table": lambda: [
-        (torch.tensor([[3, 4, 7, 7], [-1, 9, 0, 0]], dtype=torch.int32), 1, 3, 4, 16),
-        (torch.zeros(0, 4, dtype=torch.int32), 0, 2, 1, 4),
+    "index_topk": lambda: [
+        (torch.tensor([[3, 4, 7, 7], [-1, 9, 0, 0]], dtype=torch.int32)[:, :2], torch.rand(2, 2), 1, 3, 4, 16),
+        (torch.tensor([[0, 2, -1]]), torch.rand(3, 1).t(), 0, 3, 4, 16),
+        (torch.zeros(0, 4, dtype=torch.int32), torch.rand(0, 4), 0, 2, 1, 4),
+    ],
+    "sort_topk": lambda: [
+        (torch.tensor([[3, 1, 2], [0, 2, 3]]), torch.rand(2, 3).bfloat16(), 4, False, False),
+        (torch.tensor([[3, -1, 3], [0, 2, 3]]).t(), torch.rand(2, 3).double().t(), 4, True, True),
+        (torch.zeros(0, 2, dtype=torch.int64), torch.rand(0, 2), 4, False, False),
     ],
     "pack_topk": lambda: [
         (torch.tensor([[0, 2], [3, 1]]), torch.rand(2, 2), 5),
@@ -226,7 +245,12 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (offs(), torch.rand(96), *(torch.arange(96, dtype=torch.int32) for _ in range(maps)), *[None] * (2 - maps), offs()[1:], 64)
         for maps in (1, 2)
     ],
-    "gather_or_zero": lambda: [(slots(), torch.rand(4)), (slots() * 0 - 1, torch.rand(0))],
+    "gather_or_zero": lambda: [
+        (slots(), torch.rand(4)),
+        (slots() * 0 - 1, torch.rand(0)),
+        (slots(), torch.rand(4), torch.tensor([[0, 1, 2], [2, 0, 1], [2, 1, 0]]).short(), torch.bfloat16),
+        (slots().long(), torch.rand(4), None, torch.float64),
+    ],
     "p2p_scatter_rows": lambda: [
         (torch.randn(3, 4), slots(), None, memory(3), 16, ""),
         (torch.randn(3, K).bfloat16(), slots(), slots().clamp(min=0) % 2, memory(2), 96, "floor"),
@@ -267,6 +291,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
     ],
     "rebase_weight": lambda: [mx(G, N, K)],
+    "quantize_rows": lambda: [
+        (torch.randn(M, K).bfloat16(), "rceil", "auto", True),
+        (torch.randn(M, 2 * K)[:, :K], "floor", "row", False),
+        (torch.randn(0, K), "rceil", "span", True),
+    ],
     "quantize_weight": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil", True, True, True),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), None, "floor", False, True),

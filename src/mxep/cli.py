@@ -32,7 +32,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status, 2 for an unknown command."""
+    """Run one command; returns its exit status, 2 for an unknown command or a ValueError."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -44,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mxep: error: no command {name!r}, want one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(COMMANDS[name][0]).command(rest))
+    try:
+        return int(importlib.import_module(COMMANDS[name][0]).command(rest))
+    except ValueError as error:  # wrong options or files: its message says what to do
+        print(f"mxep {name}: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":  # `python -m mxep.cli` of scripts written for 0.1

@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import math
 import os
 import platform
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,11 +188,6 @@ PEAK_BF16 = {
 }
 
 
-def memory_bytes(device: torch.device) -> float:
-    """All memory of a GPU; of a CPU, whose memory no benchmark fills, infinite."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
-
-
 def peak_bf16_flops_of(gpu: str) -> float | None:
     """FLOP/s that the data sheet of a GPU of this name promises in dense bf16 products; None where it is not known.
 
@@ -276,39 +269,20 @@ def resolve_gemm_path(name: str, device: torch.device) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What `mxep doctor` prints about the machine."""
-
-    python: str
-    torch: str
-    triton: str | None
-    cuda: str | None
-    cpu: str
-    cores: int
-    gpus: tuple[str, ...]
-    capabilities: tuple[tuple[int, int], ...]
-    peer_access: bool
-    backends: tuple[str, ...]
-
-
-def read_machine() -> Machine:
-    """Ask the machine; touches the GPUs only when there are some."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backends = tuple(
-        name
-        for name, present in (("gloo", torch.distributed.is_gloo_available()), ("nccl", torch.distributed.is_nccl_available()))
-        if present
-    )
-    return Machine(
-        python=sys.version.split()[0],
-        torch=torch.__version__,
-        triton=importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        cuda=torch.version.cuda,
-        cpu=platform.machine(),
-        cores=os.cpu_count() or 1,
-        gpus=tuple(torch.cuda.get_device_name(i) for i in range(count)),
-        capabilities=tuple(compute_capability(i) for i in range(count)),
-        peer_access=count > 1 and all(torch.cuda.can_device_access_peer(0, i) for i in range(1, count)),
-        backends=backends,
-    )
+def machine_facts() -> dict[str, str]:
+    """What `mxep doctor` says of the machine; touches the GPUs only when there are some."""
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    capabilities = map(compute_capability, gpus)
+    named = [f"{torch.cuda.get_device_name(i)} (SM{major}{minor})" for i, (major, minor) in zip(gpus, capabilities, strict=True)]
+    peers = all(torch.cuda.can_device_access_peer(0, i) for i in gpus[1:])
+    backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
+    return {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "missing",
+        "cuda of torch": torch.version.cuda or "none",
+        "cpu": f"{platform.machine()}, {os.cpu_count() or 1} cores",
+        "gpus": ", ".join(named) or "none that torch can use",
+        "peer access between GPUs": "needs two GPUs" if len(gpus) < 2 else "yes" if peers else "no",
+        "process-group backends": ", ".join(name for name, present in backends.items() if present),
+    }

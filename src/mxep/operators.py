@@ -99,6 +99,10 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False) -> "
         "Tensor[]",
     ),
+    ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.quantize_rows"): (
+        # rows (T, D) rebased (data, scale, block_scale of RebasedRows) with scales of that granularity; with mx first in MX (qdata, scale)
+        "quantize_rows(Tensor x, str scaling_mode, str granularity, bool mx) -> Tensor[]",
+    ),
     ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.rebase"): (
         # the same of a weight (G, N, K) that is in MX already
         "rebase_weight(Tensor qdata, Tensor scale) -> (Tensor, Tensor)",
@@ -107,6 +111,13 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # of rows of logits (T, V) and labels (T,), IGNORE -100: losses (T,) at least float32; and their gradient in the logits' place
         "cross_entropy(Tensor logits, Tensor labels) -> Tensor",
         "cross_entropy_to_gradient(Tensor(a!) logits, Tensor labels) -> Tensor",
+    ),
+    ("optimizer.reference", "optimizer.adamw_step"): (
+        # AdamW of the n values of a parameter that are on this rank, in place: moments (n,) as the parameter's, or codes (n * bits / 8,)
+        # and scales (n / block,); runs: where the values are in the whole parameter; hyperparameters: both betas, weight decay, eps
+        "adamw_step(Tensor(a!) parameter, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_scale, "
+        "Tensor(e!)? exp_avg_sq_scale, Tensor(f!) step, Tensor lr, Tensor? grad_scale, Tensor? found_inf, int key, int[] runs, "
+        "float[] hyperparameters) -> ()",
     ),
     ("routing.router_reference", "routing.router"): (
         # logits (T, E), bias (E,) -> weights (T, C), experts (T, C) in rising order, counts (E,) of the C best or of forced balance, and
@@ -121,6 +132,9 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # counts (W*L,) rank-major -> (row_map (P,), padded counts (L,), END offsets (L,)), int32
         "permute_indices(Tensor counts, int ep_degree, int num_local_experts, int alignment, SymInt num_padded_rows) -> (Tensor, Tensor, "
         "Tensor)",
+        # choices (T, C) in any order -> in rising order of the experts: experts int64, scores float32, and the column that each had, int16;
+        # asserted on the device: experts from 0, or from -1 (minus_one), to num_experts - 1, none twice in a row unless duplicates
+        "sort_topk(Tensor experts, Tensor scores, int num_experts, bool minus_one, bool duplicates) -> (Tensor, Tensor, Tensor)",
         # top-k ids and scores (T, C) -> their table (S, 2C) int32 for all ranks
         "pack_topk(Tensor experts, Tensor scores, SymInt most) -> Tensor",
         # (slots, home, ranks) of mxep.fused.symmetric_dispatcher.SymmetricSendIndex; ranks is empty in modes that send to columns
@@ -130,13 +144,14 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # offs (L,), scores and maps (P,) of all expert rows -> those of a chunk (2,), at most `capacity` rows
         "chunk_rows(Tensor offs, Tensor scores, Tensor token_map, Tensor? grad_map, Tensor chunk, int capacity) -> "
         "(Tensor, Tensor, Tensor, Tensor)",
-        "gather_or_zero(Tensor index, Tensor values) -> Tensor",  # values[index], 0 where index is -1
+        # values[index], 0 where index is -1; with columns (T, C) in column columns[t, c] of the result (T, C); in `dtype`, or in values'
+        "gather_or_zero(Tensor index, Tensor values, Tensor? columns=None, ScalarType? dtype=None) -> Tensor",
     ),
     ("routing.index_reference", "routing.expert_rows"): (
         # top-k ids (R, C) of L experts -> (expert rows (R, C), END offsets (L,), the id in each expert row (P,)), int32
         "index_expert_rows(Tensor experts, int num_local_experts, int alignment, SymInt num_expert_rows) -> (Tensor, Tensor, Tensor)",
-        # the same of all ranks' tables (R, 2C) of pack_topk; and the table row of each (P,) int32 and its score (P,) float32
-        "index_topk_table(Tensor table, int rank, int num_local_experts, int alignment, SymInt num_expert_rows) -> "
+        # the same of ids among the experts of all ranks, with scores (R, C); and the row of each id (P,) int32 and its score (P,) float32
+        "index_topk(Tensor experts, Tensor scores, int rank, int num_local_experts, int alignment, SymInt num_expert_rows) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     ),
     ("rows.reference", "rows.permute"): (

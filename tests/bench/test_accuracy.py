@@ -10,8 +10,9 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 
-from mxep.bench import accuracy, command, report
+from mxep.bench import accuracy, report
 from mxep.bench.records import read_records, write_records
+from mxep.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -65,5 +66,5 @@ def test_pages_with_wrong_markers() -> None:
 
 def test_report_outside_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.command(["report"]) == 2
+    assert main(["bench", "report"]) == 2
     assert re.search(r"error: report: no README.md, docs/performance.md.* in .*, want a checkout of mxep", capsys.readouterr().err)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from tests.bench_cases import CPU, FAST, check_schema
 
 from mxep.bench import dense_linears, registry, report
+from mxep.bench.records import RESULTS, read_records
+from mxep.parallel.linear_gains import LinearTimes
 
+ROOT = Path(__file__).parent.parent.parent
 SETTING = registry.Setting(CPU, quick=True, rounds=FAST)
 
 
@@ -27,6 +33,18 @@ def test_record_and_table() -> None:
     table = report.linears_table(records).splitlines()
     assert len(table) == 3
     assert len({line.count("|") for line in table}) == 1
+    (row,) = (LinearTimes(**row) for row in json.loads(dense_linears.gains_table(records)))
+    assert (row.device, row.T, row.K, row.N) == ("cpu", *(record["shape"][name] for name in "TKN"))
+    ms = {name: timing["median_ms"] for name, timing in record["arms"].items()}
+    bf16 = min(ms["linear_total"], ms["linear_compiled_total"])
+    assert (row.bf16, row.hp, row.mx) == pytest.approx((bf16, ms["hp_total"], ms["mx_total"]), abs=1e-3)
+
+
+def test_the_packaged_table_is_that_of_the_records() -> None:
+    records = read_records("linears", ROOT / RESULTS)
+    if not records:
+        pytest.skip("no record of `mxep bench linears` yet")
+    assert (ROOT / report.GAINS).read_text() == dense_linears.gains_table(records), "run mxep bench report"
 
 
 def test_a_wrong_arm_fails_the_check() -> None:

@@ -8,7 +8,8 @@ from tests.bench_cases import CPU, FAST, check_schema
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
-from mxep.bench import a2a, command, layer, registry, report, timing
+from mxep.bench import a2a, layer, registry, report, timing
+from mxep.cli import main
 from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
 
@@ -77,7 +78,7 @@ def test_layer_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("1,2,3", "a,b,c,d,e", "64,32,32,0,2"):
         with pytest.raises(ValueError, match="want five positive numbers"):
             layer.parse_size(wrong)
-    assert command.command(["rows", "--device", "cpu", "--quick", "--thiek", "64,32,32,4,2"]) == 2
+    assert main(["bench", "rows", "--device", "cpu", "--quick", "--thiek", "64,32,32,4,2"]) == 2
     assert "mxep bench layer" in capsys.readouterr().err
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.bench import command, peer_arms, peers
+from mxep.bench import peer_arms, peers
+from mxep.cli import main
 
 ALIGNMENT = 16
 
@@ -55,6 +56,6 @@ def test_a_package_that_is_missing_is_named() -> None:
 
 
 def test_an_unknown_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.command(["peers", "--device", "cpu", "--quick", "--peers", "liger,nobody"]) == 2
+    assert main(["bench", "peers", "--device", "cpu", "--quick", "--peers", "liger,nobody"]) == 2
     assert "--peers nobody, want liger" in capsys.readouterr().err
-    assert command.command(["experts", "--device", "cpu", "--quick", "--peers", "liger"]) == 2
+    assert main(["bench", "experts", "--device", "cpu", "--quick", "--peers", "liger"]) == 2

@@ -17,15 +17,15 @@ from mxep.bench.training import IDLE, PARTS, part_of
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import resolve_model
 from mxep.train.config import TrainConfig
-from mxep.train.option_parser import option_names, read_options
+from mxep.train.option_parser import read_options
 
 
 def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
     return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length}
 
 
-def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool = False) -> list[dict]:
-    settings = TrainConfig(force_balance=True, fused_layer=fused, activation_checkpoint="full").to_json()
+def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool = False, graph: bool = False) -> list[dict]:
+    settings = TrainConfig(force_balance=True, fused_layer=fused, activation_checkpoint="full", cuda_graph=graph).to_json()
     start = {
         "kind": "run",
         "step": 0,
@@ -166,31 +166,43 @@ def test_a_record_of_layers_as_one_function(tmp_path: Path) -> None:
     assert "bf16, blocks over collective transport / bf16, one function over collective transport | 150 / 120 ms" in table
 
 
-def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Options of each arm after the given ones; the baseline's do not depend on those."""
+def test_a_record_names_the_arms_that_are_cuda_graphs(tmp_path: Path) -> None:
+    graph, eager = metrics(0.1, 4, fused=True, graph=True), metrics(0.12, 4, fused=True)
+    record = training.record_of({"mxfp8": graph, training.ONE_FUNCTION: eager, "bf16": metrics(0.15, 4)}, tmp_path, "some", "h200")
+    table = report.train_table([record])
+    assert "MXFP8 as a CUDA graph | bf16, blocks over collective transport / mxfp8, one function over collective transport, a CUDA" in table
+    assert "MXFP8 as a CUDA graph | bf16, blocks over collective transport / bf16, one function over collective transport |" in table
+    for arm in record["steps"].values():
+        del arm["cuda_graph"]
+    assert "transport, a CUDA graph" not in report.train_table([record]), "a record from before there were CUDA graphs"
+
+
+@pytest.mark.parametrize("transport", ["symmetric", None])
+def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | None) -> None:
+    """Options of each arm after the given ones; the baseline's do not depend on those. Without an EP group there is no transport."""
     told: dict[str, list[str]] = {}
 
     def run(command: list[str], check: bool) -> SimpleNamespace:
         config = read_options(command[4:])
         assert config.out is not None
-        told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport)]
+        told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport), str(config.cuda_graph)]
         assert (config.steps, config.profile_step) == (30, 30 - training.PROFILED + 1)
         assert (config.evaluate, config.checkpoint, config.profile_host) == (False, False, False)
         config.out.mkdir()
-        (config.out / "metrics.jsonl").write_text(json.dumps({"kind": "run", "settings": config.to_json()}) + "\n")
+        (config.out / "metrics.jsonl").write_text(json.dumps({"kind": "run", "settings": config.to_json(), "transport": transport}) + "\n")
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(training.subprocess, "run", run)
     given = ["--steps=30", "--transport", "symmetric"]
-    for extra in ([], ["--fused-layer"]):
+    for extra in ([], ["--fused-layer", "--cuda-graph"]):
         folder = tmp_path / str(len(extra))
         folder.mkdir()
         training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
     assert told == {
-        "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric"],
-        "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric"],
-        "bf16": ["bf16", "False", "collective"],
-        "bf16, one function": ["bf16", "True", "collective"],
+        "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric", "True"],
+        "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric", "True"],
+        "bf16": ["bf16", "False", "collective", "False"],
+        "bf16, one function": ["bf16", "True", "collective", str(transport is None)],
     }
 
 
@@ -225,6 +237,10 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             ["train", "--quick", "--device", "cpu", "--", "--job.dump_folder=/a", "--profile_step", "7"],
             ("--job.dump_folder, --profile_step", "leave"),
         ),
+        (
+            ["train", "--quick", "--device", "cpu", "--", "--quantize.grouped-mm.mx.recipe-name=hp"],
+            ("--quantize.grouped-mm.mx.recipe-name after --", "--out, "),
+        ),
         (["train", "--quick", "--device", "cpu", "--recipes", "mxfp8,bf16"], ("--recipes bf16", "want recipes with MXFP8 GEMMs")),
         (["train", "--quick", "--device", "cpu", "--recipes", "fast"], ("'fast' is unknown", "mxfp8_wgrad_with_hp")),
         (["rows", "--quick", "--device", "cpu", "--recipes", "mxfp8"], ("--recipes are those of a training",)),
@@ -257,12 +273,6 @@ def test_older_records_are_counted_from_their_speed() -> None:
     own = record | {"model": {"name": "my_model"}}
     assert training.utilizations(own, "bf16") == {"mfu": 0.5, "mfu_causal": None, "hfu": None}, "a model whose shape is not known"
     assert doctest.testmod(published).failed == 0
-
-
-def test_options_that_it_needs_have_all_of_their_names() -> None:
-    fields = {"recipe", "out", "compare", "resume", "resume_step", "profile_step", "profile_steps"}
-    names = {f"--{name.replace('_', '-')}" for name, field in option_names().items() if field in fields}
-    assert names == set(training.OURS)
 
 
 def test_the_tutorials_steps(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from mxep.bench import plots, report
 from mxep.bench.records import RESULTS, range_verdict, read_records
+from mxep.cli import main
 from mxep.commands import convergence
 from mxep.commands.convergence import MAX_DIFFERENCE, RunPool, SeedRun, command, curve, log_tail, summarize, train_options
 from mxep.train.data import text_files
@@ -126,9 +127,9 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "| bf16 |" in report.TABLES["convergence"]([record | {"device": "h200"}])
     assert plots.draw({"convergence": [record]}, tmp_path / "plots") == []  # a CPU's is no record of the README
     assert [path.name for path in plots.draw({"convergence": [record | {"device": "h200"}]}, tmp_path / "plots")] == ["convergence.png"]
-    assert command([*out, "--seeds", "1", "--resume"]) == 2
+    assert main(["convergence", *out, "--seeds", "1", "--resume"]) == 2
     assert "leave out" in capsys.readouterr().err
-    assert command([*out, "--seeds", "1", "--", *small]) == 2
+    assert main(["convergence", *out, "--seeds", "1", "--", *small]) == 2
     assert "holds runs already" in capsys.readouterr().err
 
 
@@ -165,14 +166,14 @@ def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) ->
     ],
 )
 def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    assert command(["--out", str(tmp_path / "runs"), *words]) == 2
+    assert main(["convergence", "--out", str(tmp_path / "runs"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "file").touch()
-    assert command(["--out", str(tmp_path / "file" / "runs"), "--", "--data", __file__]) == 2
+    assert main(["convergence", "--out", str(tmp_path / "file" / "runs"), "--", "--data", __file__]) == 2
     assert "file/runs/plan.json cannot be written: Not a directory; choose another --out" in capsys.readouterr().err
 
 

@@ -12,8 +12,8 @@ from tests.truth import exchange, pick, transposed
 from torch import Tensor
 
 from mxep.fused import collective_dispatcher
-from mxep.fused.collective_dispatcher import CollectiveSendIndex, count_rows, index_expert_rows, pack_metadata, send_index, unpack_metadata
-from mxep.fused.dispatcher import RecvIndex
+from mxep.fused.collective_dispatcher import CollectiveSendIndex, count_rows, pack_metadata, send_index, unpack_metadata
+from mxep.fused.dispatcher import ExpertRowIndex, RecvIndex
 from mxep.ops.routing.index_reference import MODES
 from mxep.reference import reduce_rows
 from mxep.shapes import round_up
@@ -87,9 +87,10 @@ def walk(ranks: Ranks, alignment: int) -> tuple[list[ModeRows], list[Tensor], li
         chosen, weight, tokens = unpack_metadata(metadata)
         received = [count[rank].tolist() for count in counts]
         size = round_up(sum(row[1] for row in received) + local * alignment, alignment)
-        placed = index_expert_rows(chosen, local, alignment, size)
+        *found, row_map, _ = torch.ops.mxep.index_topk(chosen, weight, 0, local, alignment, size)
+        placed = ExpertRowIndex(*found)
         for at, mode in enumerate(MODES):
-            held[at].append(collective_dispatcher.recv_index(mode, placed, tokens, received))
+            held[at].append(collective_dispatcher.recv_index(mode, placed, row_map, tokens, received))
         places.append(placed.expert_rows)
         scores.append(weight)
         ends.append(placed.offs)
@@ -155,11 +156,12 @@ def test_worked_examples(module: object) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_default_device_changes_nothing(mode: str) -> None:
     """`torch.set_default_device("cuda")` is a user's right; what is made on the host stays there (found by the GPU tests)."""
-    placed = index_expert_rows(torch.tensor([[0, -1], [0, 1]]), 2, 0, 4)
+    *found, row_map, _ = torch.ops.mxep.index_topk(torch.tensor([[0, -1], [0, 1]]), torch.rand(2, 2), 0, 2, 0, 4)
+    placed = ExpertRowIndex(*found)
     received = [[1, 1, 2], [1, 2, 2]]
     tokens = torch.tensor([1, 0], dtype=torch.int32)
-    plain = collective_dispatcher.recv_index(mode, placed, tokens, received)
+    plain = collective_dispatcher.recv_index(mode, placed, row_map, tokens, received)
     with torch.device("meta"):
-        again = collective_dispatcher.recv_index(mode, placed, tokens, received)
+        again = collective_dispatcher.recv_index(mode, placed, row_map, tokens, received)
     assert torch.equal(plain.row_map, again.row_map)
     assert torch.equal(plain.slots, again.slots)

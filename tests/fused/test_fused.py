@@ -320,6 +320,26 @@ def test_the_module_is_a_moe() -> None:
     copy.deepcopy(fused)(x)
 
 
+def test_the_output_or_the_losses_alone() -> None:
+    """What has no gradient is as good as one of zeros."""
+    x, dy = tokens(60, torch.float32)
+
+    def gradients(scale: float | None, with_losses: bool, **losses: float) -> list[Tensor]:
+        layer = make(FusedMoE, "hp", torch.float32, **losses)
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        terms = [] if scale is None else [(y * dy).sum() * scale]
+        total: Tensor = sum(terms + ([layer.router_loss] if with_losses else []))  # type: ignore[assignment]
+        return list(torch.autograd.grad(total, [leaf, *layer.parameters()]))
+
+    on = {"balance_loss": 0.1, "z_loss": 0.01}
+    alone = gradients(None, True, **on)
+    assert alone[0].any()
+    for got, want in ((gradients(1.0, False, **on), gradients(1.0, False)), (alone, gradients(0.0, True, **on))):
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_the_routers_product_is_in_float32_for_bf16_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients too: with the experts' part the same, d gate is that of float64 to float32's precision, and bf16's is not."""
     generator = torch.Generator().manual_seed(5)

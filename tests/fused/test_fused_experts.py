@@ -18,13 +18,15 @@ from tests.virtual import run_virtual
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.fused import autograd
-from mxep.fused.options import AllowedTopK, topk_valid
+from mxep.fused import options as fused_options
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_experts, fused_moe, saved_bytes
 from mxep.moe.router import route_without_gradient
 from mxep.moe.router_product import logits_of
 from mxep.recipe import RECIPES
+from mxep.shapes import round_up
 
 
 def shuffled(experts: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,22 +129,6 @@ def check_turned(recipe: str, config: RuntimeEPConfig, same: Callable[[Tensor, T
     assert all((found[1][name].transpose(1, 2)).is_contiguous() for name in ("w1", "w2"))
 
 
-def test_choices_are_told_apart_on_the_device() -> None:
-    """What a GPU asserts where nobody reads the choices."""
-    takes = (False, False), (True, False), (True, True)  # of several ranks, of one in passes, and of one
-    for experts, fits in (
-        ([[0, 2], [1, 3]], [True, True, True]),
-        ([[0, 0]], [False, False, True]),
-        ([[-1, 2]], [False, True, True]),
-        ([[-1, -1]], [False, True, True]),
-        ([[-2, 2]], [False, False, False]),
-        ([[1, 4]], [False, False, False]),
-        ([[1], [3]], [True, True, True]),
-    ):
-        assert [bool(topk_valid(torch.tensor(experts), 4, AllowedTopK(*how))) for how in takes] == fits, experts
-    assert bool(topk_valid(torch.zeros(0, 2, dtype=torch.int64), 4, AllowedTopK(*takes[0])))
-
-
 @pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
 @pytest.mark.parametrize("modes", [("rank_dedup", "rank_dedup"), ("all_to_all", "all_to_all"), ("all_gather", "reduce_scatter")])
 def test_no_expert_and_one_twice(modes: tuple[str, str], rows: Any) -> None:
@@ -232,6 +218,46 @@ def test_one_gradient_alone(wanted: str) -> None:
             assert_same(leaf.grad, leaves[name].grad, name)  # type: ignore[union-attr]
         else:
             assert leaf is None or leaf.grad is None, name
+
+
+@pytest.mark.parametrize("wanted", ["x", "scores"])
+def test_what_is_kept_of_the_choices(wanted: str) -> None:
+    """Where their rows are, and in two bytes each where their scores were; not the choices, which no router asks for."""
+    moe, generator = make(FusedMoE, "hp"), torch.Generator().manual_seed(7)
+    best, x = draw(generator, 160, E).topk(C), draw(generator, 160, D).bfloat16().requires_grad_(wanted == "x")
+    w1, b1, w2, b2 = joined(moe)
+    y = fused_experts(x, best.indices, best.values.requires_grad_(wanted == "scores"), w1, b1, w2, b2, E, group="", recipe="hp")
+    rows = round_up(160 * C + E * 32, 32)
+    assert saved_bytes(y)["routing"] == rows * (4 + 4) + E * 4 + 160 * C * (4 + 2 * (wanted == "scores"))
+
+
+_ALLOCATIONS_AND_VIEWS = {"empty", "new_empty", "new_empty_strided", "slice", "view", "transpose", "detach"}
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.names.append(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
+def test_torch_launches_nothing_of_its_own(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the package's operators torch allocates and makes views; the choices cost one operator, their gradient another."""
+    monkeypatch.setattr(fused_options, "values_checked", lambda tensor: False)
+    moe, generator = make(FusedMoE, recipe), torch.Generator().manual_seed(7)
+    best, x, dy = draw(generator, 160, E).topk(C), draw(generator, 160, D).bfloat16().requires_grad_(), draw(generator, 160, D).bfloat16()
+    w1, b1, w2, b2 = joined(moe)
+    scores = best.values.bfloat16().requires_grad_()
+    with _Operators() as found:
+        fused_experts(x, best.indices, scores, w1, b1, w2, b2, E, group="", recipe=recipe).backward(dy)
+    assert scores.grad is not None
+    assert {name.removeprefix("aten::") for name in found.names if name.startswith("aten::")} <= _ALLOCATIONS_AND_VIEWS
+    routing = ("mxep::sort_topk", "mxep::index_topk", "mxep::gather_or_zero", "mxep::pack_topk")
+    assert [found.names.count(name) for name in routing] == [1, 1, 1, 0]
 
 
 def over_ranks(rank: int, world: int) -> None:

@@ -36,6 +36,11 @@ def pushed(rows: list[Tensor], slots: list[Tensor], ranks: list[Tensor | None], 
     return [part.flatten(0, 1) for part in memory]
 
 
+def halves(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Top-k ids and scores of a table (R, 2C), where they are."""
+    return table[:, : table.shape[1] // 2], table[:, table.shape[1] // 2 :].view(torch.float32)
+
+
 def check(ranks: Ranks, alignment: int, seed: int) -> None:
     world, local = ranks.world, ranks.local
     choices = ranks.experts[0].shape[1]
@@ -48,16 +53,17 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
     size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
     placed = []
     for rank in range(world):
-        *found, row_map, of_places = torch.ops.mxep.index_topk_table(table, rank, local, alignment, size)
+        *found, row_map, of_places = torch.ops.mxep.index_topk(*halves(table), rank, local, alignment, size)
         found = ExpertRowIndex(*found)
         assert torch.equal(found.offs, packed_ends[rank])
         placed.append((found, row_map, of_places))
-        scores = table[:, choices:].contiguous().view(torch.float32)
+        scores = halves(table)[1]
         assert torch.equal(torch.ops.mxep.gather_or_zero(found.expert_rows, of_places), torch.where(found.expert_rows >= 0, scores, 0.0))
     for experts in ranks.experts:
-        homes = symmetric_dispatcher.score_rows(experts, local, most)
-        assert torch.equal(homes // most, experts // local), "from the rank of the expert"
-        assert torch.equal(homes % most, torch.arange(len(experts))[:, None].expand_as(homes)), "in the row of the token"
+        homes = symmetric_dispatcher.score_slots(experts, local, most)
+        assert torch.equal(homes // (most * choices), experts // local), "from the rank of the expert"
+        of_token = torch.arange(experts.numel()).view_as(experts)
+        assert torch.equal(homes % (most * choices), of_token), "in the row of the token and the column of the expert"
     want = [x * torch.exp2(experts.float()).sum(1, keepdim=True) for x, experts in zip(tokens, ranks.experts, strict=True)]
     for mode, exchange in zip(MODES, exchanges, strict=True):
         region = symmetric_dispatcher.rows_of_region(mode, most, kept)
@@ -99,7 +105,7 @@ def test_a_dispatcher_for_backward_is_computed_from_topk_ids_and_scores() -> Non
         table = torch.cat([torch.ops.mxep.pack_topk(*pair, most) for pair in zip(ranks.experts, ranks.scores, strict=True)])
         size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
         for rank, experts in enumerate(ranks.experts):
-            *found, row_map, scores = torch.ops.mxep.index_topk_table(table, rank, local, alignment, size)
+            *found, row_map, scores = torch.ops.mxep.index_topk(*halves(table), rank, local, alignment, size)
             placed = ExpertRowIndex(*found)
             transport, exchanges = SimpleNamespace(world=world, rank=rank, or_nan=lambda values: values), []
             for mode in modes:
@@ -109,7 +115,7 @@ def test_a_dispatcher_for_backward_is_computed_from_topk_ids_and_scores() -> Non
             chosen, bits = table[:, :choices].to(saved_dtype(world * local)), table[:, choices:].contiguous()
             layout = _Layout(len(experts), local, alignment, size)
             dispatcher = SymmetricDispatcher(*exchanges, placed.offs, scores, placed.expert_rows, experts, chosen, bits, layout, 7, 5)
-            bare, tensors = dispatcher.for_backward()
+            bare, tensors = dispatcher.for_backward(reads_experts=True)
             assert tensors[:2] == (chosen, bits)
             assert not tensors[2].numel()
             assert not any(part.numel() for exchange in bare[:2] for part in (*exchange.sent, *exchange[-2:]) if part is not None)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests import topk_cases
 
 from mxep import reference
 from mxep.ops import kernels
@@ -43,17 +44,30 @@ def test_strided_choices_and_the_same_again() -> None:
 
 @pytest.mark.parametrize("R", [0, 1, 513, 70001])
 @pytest.mark.parametrize(("L", "C", "alignment"), [(1, 1, 32), (32, 8, 32), (7, 3, 0), (300, 8, 128)])
-def test_places_of_a_table(R: int, L: int, C: int, alignment: int) -> None:
-    """Of the second of three ranks; the table may be a part of a wider one."""
+def test_places_with_scores(R: int, L: int, C: int, alignment: int) -> None:
+    """Of the second of three ranks; ids and scores may be parts of a table, and ids may have 64 bits."""
     generator = torch.Generator("cuda").manual_seed(R + L)
     experts = torch.randint(-1, 3 * L, (R, C), device="cuda", generator=generator).int()
     scores = torch.randn(R, C, device="cuda", generator=generator)
-    table = torch.cat((experts, scores.view(torch.int32), experts), 1)[:, : 2 * C]
-    num_expert_rows = R * C + L * max(alignment, 1) + 5
-    want = reference.index_topk_table(table, 1, L, alignment, num_expert_rows)
-    for got, told in zip(kernels.index_topk_table(table, 1, L, alignment, num_expert_rows), want, strict=True):
-        assert got.dtype == told.dtype
-        assert torch.equal(got, told)
+    table = torch.cat((experts, scores.view(torch.int32), experts), 1)
+    sizes = 1, L, alignment, R * C + L * max(alignment, 1) + 5
+    want = reference.index_topk(experts, scores, *sizes)
+    assert_equal(kernels.index_topk(table[:, :C], table[:, C : 2 * C].view(torch.float32), *sizes), want)
+    assert_equal(kernels.index_topk(experts.long(), scores, *sizes), want)
+    assert_equal(kernels.index_topk(experts.t().contiguous().t(), scores.t().contiguous().t(), *sizes), want)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [*topk_cases.SHAPES, (16384, 128, 8), (40001, 64, 6)])
+def test_sorted_choices(tokens: int, experts: int, choices: int, no_sync: Callable) -> None:
+    for call in topk_cases.calls(tokens, experts, choices, "cuda"):
+        with no_sync():
+            found = kernels.sort_topk(*call)
+        assert_equal(found, reference.sort_topk(*call))
+        ordered, scores, columns = found
+        index, values = torch.where(ordered < 0, -1, torch.arange(ordered.numel(), device="cuda").view_as(ordered)), scores.flatten()
+        with no_sync():
+            back = [kernels.gather_or_zero(index, values, columns, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        assert_equal(back, [reference.gather_or_zero(index, values, columns, dtype) for dtype in (torch.float32, torch.bfloat16)])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 127, 40001])

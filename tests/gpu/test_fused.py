@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 
 from mxep.comm import set_transport
 from mxep.fused import collective_dispatcher
+from mxep.fused.dispatcher import ExpertRowIndex
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig
 from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import RECIPES
@@ -137,12 +138,12 @@ def test_routes_are_those_of_the_cpu() -> None:
             found = [counts]
             for at, mode in enumerate(MODES):
                 sent = collective_dispatcher.send_index(mode, experts, local, world, int(counts[:, at].sum()))
-                placed = collective_dispatcher.index_expert_rows(
-                    torch.where(experts < local, experts, -1), local, 32, choices * tokens + local * 32
-                )
+                own, size = torch.where(experts < local, experts, -1), choices * tokens + local * 32
+                *placed, row_map, scores = torch.ops.mxep.index_topk(own, own.float(), 0, local, 32, size)
                 rows = [[tokens, int((experts < local).sum()), tokens]]
-                held = collective_dispatcher.recv_index(mode, placed, torch.arange(tokens, device=device), rows)
-                found += [*sent, *held, *placed]
+                index = ExpertRowIndex(*placed)
+                held = collective_dispatcher.recv_index(mode, index, row_map, torch.arange(tokens, device=device), rows)
+                found += [*sent, *held, *placed, scores]
             results.append([value.cpu() for value in found])
         for got, want in zip(*results, strict=True):
             assert torch.equal(got, want)

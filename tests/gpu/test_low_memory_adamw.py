@@ -1,4 +1,4 @@
-"""Low-memory steps on a GPU: the compiled step against the CPU's, updates during backward, and a resume to the bit."""
+"""Low-memory steps on a GPU: the kernel's step against the CPU's, updates during backward, and a resume to the bit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KINDS = [StatePrecision("adamw8bit", "bfloat16"), StatePrecision("adamw4bit"), S
 
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)
-def test_compiled_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
-    """The same random bits; arithmetic may differ in the last bit of float32. Without a host sync, once compiled."""
+def test_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
+    """The same random bits; arithmetic may differ in the last bit of float32. Without a host sync, once the kernels are compiled."""
     parameters = {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)

@@ -22,7 +22,7 @@ from mxep.ops import kernels
 
 BF16, FLOAT32, E4M3, E8M0 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu
 _INSTRUCTIONS = re.compile(
-    r"\b(?:ld\.global|st\.global|\w+[\w.]*\.ftz|cvt[\w.]*e4m3x2[\w.]*|fma\.rn\.f32|wgmma\.mma|tcgen05\.mma|mma\.sync)[\w.:]*"
+    r"\b(?:ld\.global|st\.global|\w+[\w.]*\.ftz|cvt[\w.]*e4m3x2[\w.]*|fma\.rn\.f32|wgmma\.mma|tcgen05\.mma|mma\.sync)[\w.:]*|__assertfail\b"
 )
 
 
@@ -117,6 +117,9 @@ def _launch_all() -> None:
     for other in (None, offs):
         kernels.chunk_rows(offs, torch.zeros(8), offs, other, offs[:2], 96)
     kernels.gather_or_zero(offs, torch.zeros(8))
+    kernels.gather_or_zero(experts, torch.zeros(8), experts.short(), BF16)
+    for allowed in ((False, False), (True, True)):
+        kernels.sort_topk(experts, torch.zeros(300, 6, dtype=BF16), 24, *allowed)
     for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):
         kernels.grouped_mm_hp(torch.zeros(64, 128, dtype=a), torch.zeros(8, 96, 128, dtype=BF16), offs, out)
         kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests import p2p_cases, route_cases
+from tests import p2p_cases, route_cases, topk_cases
 from tests.mx_cases import assert_same_bytes, packed_views, row_map
 from tests.ops import interpreter_repairs
+from triton.runtime import interpreter
 
 from mxep import reference
 from mxep.ops import kernels
@@ -122,6 +123,38 @@ def test_windows_and_their_places(data: st.DataObject):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("tokens", "experts", "choices"), topk_cases.SHAPES)
+def test_sorted_choices(tokens: int, experts: int, choices: int):
+    for call in topk_cases.calls(tokens, experts, choices):
+        for got, want in zip(kernels.sort_topk(*call), reference.sort_topk(*call), strict=True):
+            assert_same_bytes(got, want)
+
+
+@pytest.mark.parametrize(("given", "allowed"), topk_cases.INVALID)
+def test_wrong_choices_are_asserted(given: list[list[int]], allowed: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch):
+    """On a GPU the assertion is compiled in; Triton's interpreter has it only on request."""
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
+    kernels.sort_topk(torch.tensor([[2, 0]]), torch.zeros(1, 2), 4, *allowed)
+    with pytest.raises(interpreter.InterpreterError, match="sort_topk: experts"):
+        kernels.sort_topk(torch.tensor(given), torch.zeros(len(given), len(given[0])), 4, *allowed)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [FLOAT32, BF16])
+def test_values_in_their_columns(dtype: torch.dtype):
+    """Gradients in the order before a sort; what is -1, and -0.0, are 0.0."""
+    values = torch.randn(70)
+    values[3] = -0.0
+    for rows, choices in ((700, 3), (1, 1), (5, 8), (0, 4)):
+        index = torch.randint(-1, 70, (rows, choices))
+        index[: rows // 2] = 3
+        columns = torch.rand(rows, choices).argsort(1).short()
+        got = plan.gather_or_zero(index, values, columns, dtype)
+        assert_same_bytes(got, reference.gather_or_zero(index.int(), values, columns, dtype))
+        assert_same_bytes(got.gather(1, columns.long()), plan.gather_or_zero(index, values + 0.0, None, dtype))
+
+
+@pytest.mark.usefixtures("poison")
 def test_picked_values():
     values = torch.randn(70)
     for index in (torch.randint(-1, 70, (1500, 3), dtype=torch.int32), torch.full((2, 2), -1, dtype=torch.int32), torch.zeros(0, 4).int()):
@@ -136,7 +169,8 @@ def test_router_backward(tokens: int, experts: int, choices: int):
     d_weights, d_shares, d_z = torch.randn(tokens, choices), torch.randn(experts), torch.tensor(0.5)
     for score_function in ("softmax", "sigmoid"):
         for renormalize, losses in ((True, (d_shares, None)), (False, (None, d_z)), (True, (d_shares, d_z))):
-            given, how = (logits, chosen, d_weights, *losses), (score_function, renormalize, 2.5, FLOAT32)
+            given = logits, chosen if renormalize else chosen.short(), d_weights, *losses  # saved in fewer bits
+            how = score_function, renormalize, 2.5, FLOAT32
             route_cases.check_gradient(given, how, kernels.router_backward(*given, *how), reference.router_backward(*given, *how), 2e-6)
 
 

@@ -15,8 +15,9 @@ from mxep.device import compiler_problem
 from mxep.ops.activation import backward, rebased
 from mxep.ops.activation.columns import Variant
 from mxep.ops.activation.functions import SwiGLU
-from mxep.ops.grouped_gemm.hopper import bf16_wgrad, quantize_weight, rebase
+from mxep.ops.grouped_gemm.hopper import bf16_wgrad, quantize_rows, quantize_weight, rebase
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_grouped_mm
+from mxep.ops.optimizer import adamw_step
 from mxep.ops.peer_write import p2p, slots
 from mxep.ops.routing import expert_rows
 from mxep.ops.runtime import nvrtc, tiles
@@ -42,6 +43,12 @@ def quantizer(both: bool, item_bytes: int, scaling_mode: str = "rceil", narrow: 
 
 def weight(item_bytes: int, rowwise: bool, columnwise: bool, rounds: bool = False) -> tuple[tuple[str, ...], dict]:
     return quantize_weight.FILES, quantize_weight.options_of(item_bytes, rowwise, columnwise, rounds, "rceil")
+
+
+def quantized_rows(
+    width: int, item_bytes: int = 2, wide: bool = True, block_scales: bool = True, mx: bool = True, mode: str = "rceil"
+) -> tuple:
+    return quantize_rows.FILES, quantize_rows.options_of(width, item_bytes, wide, block_scales, mx, mode)
 
 
 def rows(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool = False) -> tuple[tuple[str, ...], dict]:
@@ -75,6 +82,10 @@ def p2p_of(
     return p2p.FILES, p2p.options_of(sums, mode, item_bytes, word_bytes, row_chunks, chunk)
 
 
+def adamw(bits: int, dtype: torch.dtype, vectors: bool = True, runs: int = adamw_step.ONE_RUN) -> tuple[tuple[str, ...], dict]:
+    return adamw_step.FILES, adamw_step.options_of(bits, (dtype == FLOAT32,) * 2, vectors, runs)
+
+
 VARIANTS = {
     "grouped_mm": gemm(block_scales=True),
     "grouped_mm_float32": gemm(block_scales=True, out_dtype=torch.float32),
@@ -89,6 +100,12 @@ VARIANTS = {
     "bf16_wgrad_skip": wgrad_of_bf16(BF16, skip=True),
     "bf16_wgrad_float32": wgrad_of_bf16(FLOAT32),
     "bf16_wgrad_accumulate": wgrad_of_bf16(FLOAT32, accumulate=True, skip=True),
+    "quantize_rows": quantized_rows(2048),
+    "quantize_rows_rebased_alone": quantized_rows(10944, mx=False),
+    "quantize_rows_row": quantized_rows(576, block_scales=False, mode="floor"),
+    "quantize_rows_odd": quantized_rows(32, wide=False),
+    "quantize_rows_float32": quantized_rows(2816, item_bytes=4),
+    "quantize_rows_widest": quantized_rows(tiles.QUANTIZE_ROWS_WIDEST),
     "rebase_rows": rows(8192, block_scales=True, mapped=True),
     "rebase_rows_of_eight": rows(4096, block_scales=True, mapped=True),
     "rebase_rows_live": rows(4096, block_scales=True, mapped=True, num_valid_rows=True),
@@ -113,9 +130,10 @@ VARIANTS = {
     "quantize_weight_columnwise": weight(2, False, True),
     "quantize_weight_float32": weight(4, True, True),
     "quantize_weight_rounded": weight(4, True, True, rounds=True),
-    "index_expert_rows": (expert_rows.FILES, expert_rows.options_of("int32")),
-    "index_expert_rows_long": (expert_rows.FILES, expert_rows.options_of("int64")),
-    "index_topk_table": (expert_rows.FILES, expert_rows.options_of("table")),
+    "index_expert_rows": (expert_rows.FILES, expert_rows.options_of(long=False, scored=False)),
+    "index_expert_rows_long": (expert_rows.FILES, expert_rows.options_of(long=True, scored=False)),
+    "index_topk": (expert_rows.FILES, expert_rows.options_of(long=False, scored=True)),
+    "index_topk_long": (expert_rows.FILES, expert_rows.options_of(long=True, scored=True)),
     "p2p_records": p2p_of(False, "rceil", 2, 448),
     "p2p_records_short": p2p_of(False, "rceil", 4, 2),
     "p2p_scatter_rows": p2p_of(False, "", 1, 896),
@@ -188,6 +206,14 @@ VARIANTS = {
     "geglu_rebased_gradient": rebasing("geglu", 7168, "mx+rebased", "mx", scores=True),
     "relu2_rebased_gradient": rebasing("relu2", 1856, "mx+rebased+hp", "mx+hp", bias=BF16, scores=True, num_valid_rows=True),
     "relu2_backward_float32": activated("relu2", 4096, x=FLOAT32, dh=FLOAT32, forms=("hp", "mx"), scores=True),
+    "adamw_step_8bit": adamw(8, BF16),
+    "adamw_step_8bit_cut": adamw(8, BF16, runs=adamw_step.WHOLE_LANES),
+    "adamw_step_8bit_float32": adamw(8, FLOAT32),
+    "adamw_step_4bit": adamw(4, BF16),
+    "adamw_step_4bit_float32": adamw(4, FLOAT32),
+    "adamw_step_plain": adamw(0, BF16),
+    "adamw_step_plain_odd": adamw(0, BF16, vectors=False, runs=adamw_step.ANY),
+    "adamw_step_plain_float32": adamw(0, FLOAT32),
 }
 
 
@@ -219,7 +245,7 @@ def assert_sound(variant: str, cubin: bytes) -> None:
     if "p2p" in variant or "slots" in variant:
         widths = {1: "STG.E.U8", 2: "STG.E.U16", 16: "STG.E.128"}
         assert widths[VARIANTS[variant][1]["WORD"]] in code, "stores as wide as they may be"
-    if "activation/columns.cuh" in VARIANTS[variant][0]:
+    if "quantize/eight_columns.cuh" in VARIANTS[variant][0]:
         assert "FMNMX.NAN" in code
         assert "FMNMX " not in code
     if "activation/backward.cu" in VARIANTS[variant][0]:
@@ -234,6 +260,7 @@ def assert_sound(variant: str, cubin: bytes) -> None:
         "wgrad",
         "wgrad_skip",
         "bf16_wgrad",
+        "quantize_rows",
         "rebase_rows",
         "rebase_rows_live",
         "rebase_tokens",

@@ -39,6 +39,7 @@ def test_kernels_compile(capability: int):
         "_row_map_kernel",
         "_segments_kernel",
         "_send_index_kernel",
+        "_sort_topk_kernel",
         "_row_sums_kernel",
         "_sum_routes_kernel",
         "_reduce_rows_backward_kernel",
@@ -51,6 +52,9 @@ def test_kernels_compile(capability: int):
     for line in compiled:
         assert not line["stack_pointer_as_data"], f"{line['kernel']} is miscompiled: {line['stack_pointer_as_data']}"
         used = " ".join(line["instructions"])
+        assert ("__assertfail" in used) == (line["kernel"] == "_sort_topk_kernel"), (
+            f"{line['kernel']}: assertions are compiled in on request"
+        )
         flushing = {name for name in line["instructions"] if ".ftz" in name}
         if "activate" in line["kernel"]:  # 1 + exp(-g) and 1 + erf(g) do not see what is flushed there
             flushing -= {"rcp.approx.ftz.f32", "ex2.approx.ftz.f32", "fma.rn.ftz.f32", "fma.rm.ftz.f32", "cvt.ftz.sat.f32.f32"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.truth import raises_naming
 
 from mxep.ops.grouped_gemm import reference as fp8_reference
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_kernels
+from mxep.ops.grouped_gemm.hopper import quantize_rows as rows_kernel
 from mxep.ops.grouped_gemm.hopper import quantize_weight as weight_kernel
 from mxep.ops.grouped_gemm.hopper import rebase as rebase_kernels
 from mxep.ops.grouped_gemm.hopper import rebase_reference as reference
@@ -28,8 +30,32 @@ def test_the_kernels_have_the_twins_signatures(name: str):
     assert inspect.signature(getattr(rebase_kernels, name)) == inspect.signature(getattr(reference, name))
 
 
-def test_the_weight_kernel_has_the_references_signature():
-    assert inspect.signature(weight_kernel.quantize_weight) == inspect.signature(reference.quantize_weight)
+@pytest.mark.parametrize("module", [weight_kernel, rows_kernel])
+def test_the_quantising_kernels_have_the_references_signatures(module: ModuleType):
+    name = module.__name__.rpartition(".")[2]
+    assert inspect.signature(getattr(module, name)) == inspect.signature(getattr(reference, name))
+
+
+@pytest.mark.parametrize("granularity", MAX_SPREAD)
+def test_rows_in_one_pass_have_the_bytes_of_two(granularity: str):
+    x = torch.randn(40, 416) * torch.exp2(torch.randint(-12, 12, (40, 13)).float()).repeat_interleave(32, 1)
+    mx = quantize(x, "rceil")
+    want = [*mx, *(part for part in reference.rebase_rows(*mx, MAX_SPREAD[granularity])[:3] if part is not None)]
+    both, alone = (reference.quantize_rows(x, "rceil", granularity, with_mx) for with_mx in (True, False))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(both, want, strict=True))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(alone, want[2:], strict=True))
+
+
+def test_rows_that_do_not_fit_are_refused():
+    x = torch.randn(4, 64)
+    for arguments, message in (
+        ((x[:, :48], "rceil", "auto", True), "not a multiple of 32"),
+        ((x[None], "rceil", "auto", True), r"\(1, 4, 64\), want \(T, D\)"),
+        ((x, "rceil", "column", True), "granularity='column', want one of auto, row, span"),
+        ((x, "up", "auto", True), "scaling_mode='up'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reference.quantize_rows(*arguments)
 
 
 def test_a_weights_forms_are_those_of_its_mx_bytes():

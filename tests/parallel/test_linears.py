@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.user_experts import sqnr_db
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -89,6 +93,23 @@ def test_compiled_and_recomputed_have_the_bits_of_eager(recipe: str) -> None:
     compiled = torch.compile(ffn, backend="aot_eager", fullgraph=True)
     for found in (results(Again(), x, grad), results(compiled, x, grad)):
         assert all(torch.equal(a, b) for a, b in zip(eager.values(), found.values(), strict=True))
+
+
+def test_a_compiled_graph_quantises_the_input_of_siblings_once() -> None:
+    """With the partitioner of torch.compile's default backend; the bytes are also saved once."""
+    graphs: list[list[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    qkv = nn.ModuleList(nn.Linear(64, 96, bias=False) for _ in range(3))
+    convert_linears(qkv, recipe="mxfp8_wgrad_with_mx")
+    torch.compile(lambda x: sum(linear(x) for linear in qkv), backend=backend)(torch.randn(64, 64).requires_grad_()).sum().backward()
+    forward, _ = graphs
+    assert forward.count("mxep.grouped_mm_mx.default") == 3
+    assert forward.count("mxep.quantize.default") == 4, "x, and three weights"
 
 
 class Block(nn.Module):

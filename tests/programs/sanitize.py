@@ -33,6 +33,7 @@ FILES = (  # those with the longest tests first
         "activation",
         "fp8_rebase",
         "quantize_columnwise",
+        "quantize_rows",
         "quantize_weight",
         "p2p",
         "kernels",
@@ -41,7 +42,7 @@ FILES = (  # those with the longest tests first
         "grouped_mm",
         "fp8_errors",
     ),
-    *("activation_rebased", "weight_forms", "gather_quantize", "expert_rows", "loss", "router"),
+    *("activation_rebased", "weight_forms", "gather_quantize", "expert_rows", "loss", "router", "adamw_step"),
 )
 LEFT_OUT = "not graph and not gib and not billion and not host_sync"  # a sync beside the tool's own says nothing
 SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)

@@ -19,10 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from mxep.ops.optimizer import reference as optimizer_reference
 from mxep.train import low_memory_adamw, state_precision
 from mxep.train.data.loader import Batch
 from mxep.train.loaded_model import load_model
-from mxep.train.low_memory_adamw import LowMemoryAdamW, round_stochastically
+from mxep.train.low_memory_adamw import LowMemoryAdamW
 from mxep.train.optimizer import build_optimizer
 from mxep.train.state_precision import StatePrecision
 from mxep.train.trainer import Trainer
@@ -65,7 +66,7 @@ def stepped(parameters: dict[str, nn.Parameter], optimizer: LowMemoryAdamW, step
 @pytest.mark.parametrize("precision", KINDS, ids=str)
 def test_numbers_are_torchaos(precision: StatePrecision, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, with rounding to nearest in both: torchao's random bits are another generator's."""
-    monkeypatch.setattr(low_memory_adamw, "round_stochastically", lambda values, bits: values.bfloat16())
+    monkeypatch.setattr(optimizer_reference, "round_stochastically", lambda values, bits: values.bfloat16())
     ours, theirs = (parameters_of(precision.torch_dtype) for _ in range(2))
     optimizer = optimizer_of(ours, precision)
     reference = THEIRS[precision.optimizer](theirs.values(), 1e-2, (0.9, 0.95), 1e-8, 0.1)
@@ -124,29 +125,7 @@ def test_gradients_are_divided() -> None:
     assert all(torch.equal(parameter, ends[1][name]) for name, parameter in ends[0].items())
 
 
-def test_rounding_is_right_on_average() -> None:
-    exact = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan])
-    values = torch.cat([torch.randn(2000), exact])
-    every = torch.stack([round_stochastically(values, torch.full(values.shape, bits)) for bits in range(128, 65536, 256)])
-    torch.testing.assert_close(every[:, 2000:].float(), exact.expand(len(every), -1), rtol=0, atol=0, equal_nan=True)
-    below, above = every[:, :2000].float().aminmax(dim=0)
-    spacing = torch.exp2(values[:2000].abs().log2().floor() - 7)
-    assert ((above - below == 0) | (above - below == spacing)).all()
-    assert ((every[:, :2000].double().mean(0) - values[:2000]).abs() <= spacing / 200).all()
-
-
-def test_random_bits() -> None:
-    """Uniform; other bits for each step, parameter and seed."""
-    starts = torch.arange(0, 1 << 18, 256)[:, None]
-    drawn = [low_memory_adamw._random_bits(starts, 256, torch.tensor(key)).flatten() for key in (7, 8)]
-    for bits in drawn:
-        assert 0 <= int(bits.min()) < 8
-        assert 65528 < int(bits.max()) <= 65535
-        counts = torch.bincount(bits >> 8, minlength=256)
-        assert (counts - 1024).abs().max() < 6 * 32, "five standard deviations"
-        pairs = torch.corrcoef(torch.stack([bits[:-1].double(), bits[1:].double()]))[0, 1]
-        assert abs(float(pairs)) < 0.01
-    assert abs(float(torch.corrcoef(torch.stack(drawn).double())[0, 1])) < 0.01
+def test_a_seed_has_random_bits_of_its_own() -> None:
     ends = []
     for seed in (0, 0, 1):
         parameters = parameters_of(torch.bfloat16)

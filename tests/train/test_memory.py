@@ -116,18 +116,16 @@ def test_every_parameter_is_on_some_rank() -> None:
     model, recipe = MODELS["dsv3_16b"], resolve_recipe(None)
     total = model.parameters()[0]
     (alone,) = rank_memory(model, recipe, ParallelDims(), 1)
-    assert alone.experts + alone.others == total
-    assert alone.experts == 26 * 64 * 3 * 2048 * 1408
+    assert alone.weights == 4 * total
     (one,) = rank_memory(model, recipe, ParallelDims(ep=8), 8)
-    assert (one.experts + one.others) * 8 == total
     assert (one.weights, one.moments, one.dense_layers + one.moe_layers) == (total // 8 * 4, total // 8 * 8, 27)
     (replicated,) = rank_memory(model, recipe, ParallelDims(ep=4, replicate=2), 8)
-    assert replicated.experts + replicated.others == total // 4
+    assert replicated.weights == total
     first, last = rank_memory(model, recipe, ParallelDims(ep=4, pp=2), 8)
-    assert (first.experts + first.others + last.experts + last.others) * 4 == total
+    assert first.weights + last.weights == total
     assert (first.dense_layers + first.moe_layers + last.moe_layers, first.loss) == (27, 0)
     (tensor,) = rank_memory(model, recipe, ParallelDims(ep=4, tp=2), 8)
-    assert (tensor.experts + tensor.others) * 8 == pytest.approx(total, rel=1e-3)  # uneven shards are rounded up on this rank
+    assert tensor.weights * 2 == pytest.approx(total, rel=1e-3)  # uneven shards are rounded up on this rank
     expert, outside = 3 * 2048 * 1408, 2 * 102400 * 2048 + 2048
     moe_layer = (8 + 2) * expert + 64 * 2048 + model.attention_parameters() + 2 * 2048
     assert (one.outside, one.gathered) == (2 * outside, 2 * 2 * moe_layer)
@@ -160,7 +158,7 @@ def test_nothing_is_allocated() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (memory,) = rank_memory(MODELS["dsv3_671b"], resolve_recipe(None), ParallelDims(ep=64), 256)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
-    assert (memory.experts + memory.others) * 256 == pytest.approx(671e9, rel=1e-3)
+    assert memory.weights * 64 == pytest.approx(671e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -21,11 +21,11 @@ from mxep.recipe import DEFAULT_RECIPE
 from mxep.train.config import split_names
 
 PROGRAM = "mxep bench"
-_WRONG_USE, _FAILED = 2, 1
+_FAILED = 1
 
 
 def command(argv: Sequence[str]) -> int:
-    """Runs `mxep bench <argv>`; returns 0, 1 if a check failed (no time is printed then), or 2 if it cannot run here."""
+    """Runs `mxep bench <argv>`; returns 0, or 1 if a check failed (no time is printed then). Raises ValueError if it cannot run."""
     ours, given = _split(argv)
     options = _parser().parse_args(ours)
     try:
@@ -46,9 +46,6 @@ def command(argv: Sequence[str]) -> int:
     except (CheckFailedError, training.RunFailedError) as error:
         print(f"{PROGRAM}: FAILED: {error}", file=sys.stderr)
         return _FAILED
-    except ValueError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return _WRONG_USE
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -9,7 +9,8 @@ same inputs.  The limit is one dense GEMM for every product, in FP8 or, for wgra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 from mxep.bench.experts import dense_products
 from mxep.bench.peers import relative_errors
+from mxep.bench.records import Record, median_ms
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Arm, Timing, host_facts, run_arm
 from mxep.mx.weight_cache import WeightCache
+from mxep.parallel.linear_gains import LinearTimes
 from mxep.parallel.linears import MXLinear
 from mxep.recipe import resolve_recipe
 
@@ -136,6 +139,17 @@ def compute_figures(times: Mapping[str, Timing], target: float | None) -> dict[s
         f"{arm}_vs_linear": Figure(base / ms[f"{arm}_total"], base / ms[f"{limit}_total"], target if arm == "mx" else None)
         for arm, (_, _, limit) in OURS.items()
     }
+
+
+def gains_table(records: Sequence[Record]) -> str:
+    """The text of parallel/linear_gains.json, a row for each record."""
+    rows = []
+    for record in records:
+        ms, shape = median_ms(record), record["shape"]
+        bf16 = min(ms[f"{arm}_total"] for arm in (LINEAR, COMPILED))
+        rounded = (round(value, 3) for value in (bf16, ms["hp_total"], ms["mx_total"]))
+        rows.append(LinearTimes(record["device"], record["commit"], shape["T"], shape["K"], shape["N"], *rounded))
+    return "[\n" + ",\n".join(f" {json.dumps(row._asdict())}" for row in rows) + "\n]\n"
 
 
 def cases(setting: Setting) -> Iterator[Case]:

@@ -31,7 +31,7 @@ from mxep.bench.registry import Case, Figure, Setting, speed_ups
 from mxep.bench.timing import Arm, Timing, host_facts, run_arm
 from mxep.bench.training import exposed_ms, trace_of
 from mxep.comm.collective import resolve_group
-from mxep.device import memory_bytes
+from mxep.device import total_memory
 from mxep.fused.layer import FusedMoE, saved_bytes
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype
@@ -142,7 +142,7 @@ class LayerProblem:
             for arm, (recipe, runtime) in self.exchanging.items()
         }
         alone = self._layer(*_ARMS["mxfp8"], self.all_experts, None)
-        self.alone = ["local", *(["one_gpu"] if one_gpu_bytes(size) <= _FULL * memory_bytes(device) else [])]
+        self.alone = ["local", *(["one_gpu"] if one_gpu_bytes(size) <= _FULL * total_memory(device) else [])]
         self.layers |= dict.fromkeys(self.alone, alone)
         self.active = alone.experts
         self.leaf = self.out = self.tokens[""]

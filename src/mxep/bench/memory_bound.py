@@ -160,6 +160,7 @@ def memory_case(setting: Setting, T: int, D: int, make_movers: MakeMovers, few: 
 
 def quantize_cases(setting: Setting) -> Iterator[Case]:
     """(T, D) bf16 in, MX out, and back."""
+    fp8_runs = setting.tiny or not available_gemm_paths(setting.device)["fp8"]
 
     def make_movers(T: int, D: int) -> tuple[str, Movers]:
         x = random_rows(setting, T, D)
@@ -177,9 +178,24 @@ def quantize_cases(setting: Setting) -> Iterator[Case]:
             "quantize_both": (values * (_BF16 + 2 * _MX), 0.85),
             "dequantize": (values * (_BF16 + _MX), 0.90),
         }
-        return "quantize", operator_movers(arguments, T, figures)
+        return "quantize", operator_movers(arguments, T, figures) | (_rebased_movers(x) if fp8_runs else {})
 
     return memory_cases(setting, make_movers)
+
+
+def _rebased_movers(x: torch.Tensor) -> Movers:
+    """Plain rows as the FP8 GEMMs read them, with the rows in MX and alone."""
+    (T, D), n = x.shape, checked_rows(x.shape[0])
+
+    def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+        return same_bytes(tuple(got[:-1]), tuple(want[:-1]))  # no row is wide, so that block scales are undefined
+
+    def rows_mover(mx: bool) -> Mover:
+        given = _MODE, "auto", mx
+        moved = T * (D * (_BF16 + 1 + _MX * mx) + _FLOAT32)
+        return mover(torch.ops.mxep.quantize_rows, rebase_reference.quantize_rows, (x, *given), (x[:n], *given), moved, 0.85, same)
+
+    return {"quantize_rows": rows_mover(True), "quantize_rows_rebased": rows_mover(False)}
 
 
 _RANKS, _EXPERTS = 8, 8

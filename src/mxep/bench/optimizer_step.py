@@ -1,8 +1,9 @@
 """`mxep bench optimizer`: AdamW's step as `mxep train` takes it, against a device copy that reads and writes as many bytes.
 
 One parameter of (T, D) values steps with each optimizer.  "adamw" is torch's fused step on float32; "adamw_clipped" is given clipping's
-factor as well, and therefore writes the gradients back.  The others are torchao's moments, the names those of `--optimizer` and `--dtype`.
-Before they are timed, the first update of each is compared with that of torch's plain AdamW in float64.
+factor as well, and therefore writes the gradients back.  The others are the operator `adamw_step`, with the factor: torchao's moments or
+bf16 weights, under the names of `--optimizer` and `--dtype`.  Before they are timed, the first update of each is compared with that of
+torch's plain AdamW in float64.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _mover(setting: Setting, T: int, D: int, arm: str, precision: StatePrecision
     weight = model["weight"]
     weight.grad = grad
     optimizer = build_optimizer(model, _LR, _DECAY, precision)
-    clipped = arm.endswith("_clipped") or not isinstance(optimizer, LocalAdamW)  # the factor is free where the step is one function
+    clipped = arm.endswith("_clipped") or not isinstance(optimizer, LocalAdamW)  # the factor is free where one kernel is the step
     optimizer.grad_scale = torch.full((), _DIVISOR, device=setting.device) if clipped else None
     moved = 3 * values.nbytes + 2 * precision.moment_bytes(values.shape, values.numel()) + (grad.nbytes if arm.endswith("_clipped") else 0)
 

@@ -31,7 +31,7 @@ from mxep.bench.timing import Arm, Timing, host_facts, run_arm
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.fused.autograd import run_layer
 from mxep.fused.layer import fused_experts
-from mxep.fused.options import allowed_topk, resolve_runtime, sort_topk
+from mxep.fused.options import allowed_topk, check_topk, resolve_runtime
 from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import ExpertWeights
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -146,7 +146,7 @@ class _KeptWeights(torch.nn.Module):
     def experts(self, x: Tensor, choices: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, recipe: str) -> Tensor:
         """`mxep.fused_experts` with the caches that `FusedMoE` gives to the layer."""
         runtime, where = resolve_runtime("bench peers", None), "bench peers"
-        topk = sort_topk(where, x, choices, scores, w1.shape[0], allowed_topk("", runtime))
+        topk = check_topk(where, x, choices, scores, w1.shape[0], allowed_topk("", runtime))
         config = MoEConfig(x.shape[1], w2.shape[2], w1.shape[0], choices.shape[1])
         weights = ExpertWeights(w1, w2, None, None, None, None, "concatenated")
         y, *_ = run_layer(where, x, None, weights, config, resolve_recipe(recipe), runtime, SwiGLU(), "", topk=topk, caches=self.entries)

@@ -20,24 +20,19 @@ _ARMS = {"torch_bf16": ("torch bf16", "#7f7f7f"), "plain": ("ours, from MX bytes
 
 
 def _axes(width: float, height: float, rows: int = 1, ratios: Sequence[int] | None = None, columns: int = 1) -> tuple[Any, Any]:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), layout="constrained", height_ratios=ratios)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, height_ratios=ratios)
     for part in figure.axes:
         part.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
 def _save(figure: Any, name: str, folder: Path) -> Path:
-    from matplotlib import pyplot
-
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=_DPI, metadata={"Software": None})
-    pyplot.close(figure)
     return path
 
 
@@ -151,8 +146,6 @@ def pipeline_parts(records: Sequence[Record], folder: Path) -> Path:
 
 def convergence(records: Sequence[Record], folder: Path) -> Path:
     """Held-out loss of every seed by step; each seed's difference from the baseline, with the spread of the baseline's seeds."""
-    from matplotlib import pyplot
-
     record = max(records, key=lambda found: found["tokens"])
     figure, axes = _axes(7.5, 6.5, 2)
     *ours, baseline = record["arms"]
@@ -183,7 +176,7 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
     axes[0].set_title(f"{size}, {record_place(record)}", loc="left")
     for part in axes:
         part.legend(frameon=False, fontsize=8)
-    pyplot.setp(axes[0].get_xticklabels(), visible=False)
+    axes[0].tick_params(labelbottom=False)
     return _save(figure, "convergence", folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ def run(
         for arm, why in further.get("left_out", {}).items():
             say(f"{name}: {case.title}: left out {arm}: {why}")
         record = _record_of(records, name, case, setting, command)
-        record["arms"] |= {arm: timing.record() for arm, timing in timings.items()}
+        record["arms"] |= {arm: asdict(timing) for arm, timing in timings.items()}
         record["unsteady"] += [arm for arm, timing in timings.items() if timing.unsteady]
         record["host_bound"] += [arm for arm, timing in timings.items() if timing.host_bound]
         record["ratios"] |= {key: round(figure.value, 4) for key, figure in figures.items()}

@@ -1,6 +1,7 @@
 """`mxep bench report`: writes the records' tables into README and pages of docs, and draws docs/plots.
 
-A page names its blocks by a pair of markers each; a test compares the pages with the records.
+A page names its blocks by a pair of markers each; a test compares the pages with the records.  From the records of `mxep bench linears` it
+writes the table that `mxep.parallel.linear_gains` reads.
 """
 
 from __future__ import annotations
@@ -420,6 +421,7 @@ def trained(record: Record) -> str:
         "compiled": options["compile"],
         "quantised weights kept": options["cache_weights"],
         "attention within documents": "mask_documents" in options,
+        "MXFP8 as a CUDA graph": "cuda_graph" in options,
     }
     what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
     return ", ".join([*what, *(text for text, present in named.items() if present)])
@@ -440,9 +442,10 @@ def torchtitan_table(records: Records) -> str:
 
 
 def _moe_layers(step: Record) -> str:
-    """How one arm runs its MoE layers."""
+    """How one arm runs its MoE layers, and whether its steps are CUDA graphs."""
     over = "" if step["transport"] is None else f" over {step['transport']} transport"
-    return ("one function" if step["one_function"] else "blocks") + over
+    graph = ", a CUDA graph" if step.get("cuda_graph") else ""  # older records do not have it
+    return ("one function" if step["one_function"] else "blocks") + over + graph
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
@@ -468,6 +471,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
 
 _GUIDES = ("performance", "performance_kernels", "howto/torchtitan", "training", "training/results", "howto/transformers")
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in _GUIDES))
+GAINS = Path("src/mxep/parallel/linear_gains.json")
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 _FIVE_BLOCKS, _ONE_CALL = "five blocks over NCCL", "`ep_grouped_mm`"
 _MARKER = re.compile(r"<!-- (?:measured|end of)\b")
@@ -700,13 +704,16 @@ def render(text: str, page: str) -> str:
 
 
 def main() -> int:
-    """Writes pages and plots. Raises ValueError outside of a checkout."""
+    """Writes pages, linear_gains.json and plots. Raises ValueError outside of a checkout."""
     if missing := [page for page in PAGES if not Path(page).is_file()]:
         raise ValueError(f"report: no {', '.join(missing)} in {Path.cwd()}, want a checkout of mxep: the records' tables go into its pages")
     for page in PAGES:
         path = Path(page)
         path.write_text(render(path.read_text(), page))
         print("wrote", path)
+    if linears := read_records("linears"):
+        GAINS.write_text(dense_linears.gains_table(linears))
+        print("wrote", GAINS)
     for plot in draw({name: read_records(name) for name in TABLES}):
         print("wrote", plot)
     return 0

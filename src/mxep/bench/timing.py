@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise, starmap
 from typing import Any
 
@@ -83,10 +83,6 @@ class Timing:
     def host_bound(self) -> bool:
         """The device waited for the host in so many runs that the percentiles measure the host."""
         return self.host_behind > MAX_HOST_LATE
-
-    def record(self) -> dict[str, float]:
-        """The fields of a JSON record."""
-        return asdict(self)
 
 
 def mark(device: torch.device) -> Mark:

@@ -4,9 +4,11 @@
 
 The options after `--` go to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names the MXFP8 recipes.  The
 baseline is bf16 with separate MoE blocks over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as
-one function, over torch.distributed too.  A step's time is that of the slowest rank, from the end of the step before to its own, on the
-GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones, which run under torch's profiler: their trace
-shows what takes the time, as a mean of several steps, of which only the first finds the GPU without work.
+one function, over torch.distributed too.  With `--cuda-graph` steps of MXFP8 are CUDA graphs, and those of bf16 are not where they wait for
+torch.distributed's exchanges: in separate blocks, and as one function over several ranks.  A step's time is that of the slowest rank, from
+the end of the step before to its own, on the GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones,
+which run under torch's profiler: their trace shows what takes the time, as a mean of several steps, of which only the first finds the GPU
+without work.
 Nothing is evaluated and no checkpoint is written.  Losses and tokens per second of all steps are drawn as by `mxep train --compare`, and
 kept in the record.
 
@@ -42,6 +44,7 @@ from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
 from mxep.train.metrics import METRICS_FILE, read_metrics
+from mxep.train.option_parser import field_of
 
 UTILIZATIONS = {"mfu": "MFU", "mfu_causal": "MFU, causal attention halved", "hfu": "HFU"}  # of a step, and what a table calls them
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
@@ -49,13 +52,10 @@ WARM_UP, PROFILED = 5, 3  # steps, the first and the last
 LEAST_STEPS = WARM_UP + MIN_RUNS + PROFILED
 COUNTED = slice(WARM_UP, -PROFILED)
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
-OURS = (  # all of their names
-    *("--recipe", "--quantize.grouped-mm.mx.recipe-name", "--out", "--job.dump-folder"),
-    *("--compare", "--resume", "--resume-step", "--profile-step", "--profile-steps"),
-)
+_OURS = ("recipe", "out", "compare", "resume", "resume_step", "profile_step", "profile_steps")  # options that it sets or cannot use
 # Options of all arms that a record contains; a batch or length of None is the preset's.
 _RECORDED = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
-_RECORDED_IF_SET = ("mask_documents",)  # older records do not have it
+_RECORDED_IF_SET = ("mask_documents", "cuda_graph")  # older records do not have it
 
 
 class RunFailedError(RuntimeError):
@@ -72,7 +72,7 @@ def steps_of(given: Sequence[str]) -> int:
         ValueError: too few for a record, or not a number.
     """
     words = [word for option in given for word in option.split("=", 1)]
-    found = next((value for name, value in pairwise(words) if name in ("--steps", "--training.steps")), str(LEAST_STEPS))
+    found = next((value for name, value in pairwise(words) if field_of(name) == "steps"), str(LEAST_STEPS))
     if not found.isdecimal() or int(found) < LEAST_STEPS:
         counted = f"{WARM_UP} to warm up, {MIN_RUNS} that count and {PROFILED} for the profiler"
         raise ValueError(f"train: --steps {found} after --, want at least {LEAST_STEPS}: {counted}")
@@ -86,14 +86,16 @@ def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> di
         ValueError: `given` has an option that this benchmark sets, or too few steps.
         RunFailedError: a run failed; its output is on the terminal.
     """
-    names = [option.split("=")[0] for option in given if option.startswith("--")]
-    taken = [name for name in names if name.replace("_", "-") in OURS]
+    taken = [option.partition("=")[0] for option in given if field_of(option) in _OURS]
     if taken:
-        raise ValueError(f"train: {', '.join(taken)} after --, want options of `mxep train` without {', '.join(OURS)}; leave it out")
+        ours = ", ".join(f"--{name.replace('_', '-')}" for name in _OURS)
+        raise ValueError(f"train: {', '.join(taken)} after --, want options of `mxep train` without {ours}; leave it out")
     found = {recipe: _train(given, recipe, folder / recipe) for recipe in recipes}
-    if found[recipes[0]][0]["settings"]["fused_layer"]:
-        found[ONE_FUNCTION] = _train([*given, "--transport", "collective"], BASELINE, folder / ONE_FUNCTION)
-    found[BASELINE] = _train([*given, "--no-fused-layer", "--transport", "collective"], BASELINE, folder / BASELINE)
+    run, over = found[recipes[0]][0], ["--transport", "collective"]
+    if run["settings"]["fused_layer"]:
+        eager = [] if run["transport"] is None else ["--no-cuda-graph"]
+        found[ONE_FUNCTION] = _train([*given, *over, *eager], BASELINE, folder / ONE_FUNCTION)
+    found[BASELINE] = _train([*given, *over, "--no-fused-layer", "--no-cuda-graph"], BASELINE, folder / BASELINE)
     return found
 
 
@@ -124,6 +126,7 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
         "timing": timing,
         "transport": start["transport"],
         "one_function": start["settings"]["fused_layer"],
+        "cuda_graph": start["settings"]["cuda_graph"],
         "tokens_per_s": round(middle["tokens_per_s"], 1),
         "tflops": middle["tflops"],
         **{name: middle[name] for name in UTILIZATIONS},

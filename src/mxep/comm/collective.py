@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -180,6 +180,15 @@ def gather_all_rows(rows: torch.Tensor, splits: Sequence[int], group_name: str) 
     with _exchanging("all-gather", group):
         dist.all_gather_into_tensor(out.view(torch.uint8), _as_bytes(sent), group=group)
     return out if min(splits) == most else torch.cat([part[:rows] for part, rows in zip(out.split(most), splits, strict=True)])
+
+
+def gather_objects(mine: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, by rank; `group` None: of all ranks. Without torch.distributed, this process' own."""
+    if not dist.is_initialized():
+        return [mine]
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
 
 
 def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mxep.comm.collective import resolve_group
+from mxep.comm.collective import gather_objects, resolve_group
 from mxep.comm.copy_streams import CudaCopyStreams
 from mxep.comm.host_allgather import ExchangeError, HostAllGather, open_file, shared_file
 from mxep.comm.symmetric import SymmetricTransport
@@ -27,13 +27,6 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> float:
         return group._get_backend(device).options._timeout.total_seconds()
     except (RuntimeError, AttributeError):  # no backend for the device; a backend without options
         return DEFAULT_TIMEOUT_S
-
-
-def _all(group: ProcessGroup, mine: Any) -> list[Any]:
-    """Every rank's object, by rank."""
-    objects: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(objects, mine, group=group)
-    return objects
 
 
 def _tried(make: Callable[[], T]) -> tuple[T | None, tuple[bool, str] | None]:
@@ -69,17 +62,17 @@ def _set_up(group: ProcessGroup, device: torch.device, timeout_s: float) -> Symm
     """Every rank takes every step and returns the same answer."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     who = host_identity(), gpu_identity(device)
-    peers = [gpu for host, gpu in _all(group, who) if host == who[0]]
-    problem = group_problem(_all(group, (*who, peer_access_problem(device, peers))))
+    peers = [gpu for host, gpu in gather_objects(who, group) if host == who[0]]
+    problem = group_problem(gather_objects((*who, peer_access_problem(device, peers)), group))
     if problem is not None:
         return problem
     with contextlib.ExitStack() as files:
-        file, error = _all(group, _tried(lambda: files.enter_context(shared_file(world))) if rank == 0 else None)[0]
+        file, error = gather_objects(_tried(lambda: files.enter_context(shared_file(world))) if rank == 0 else None, group)[0]
         if error is not None:
             return f"rank 0 made no file that the ranks could share: {error[1]}"
         path, token = file
         memory = open_file(path, token, world)
-        opened = _all(group, memory is not None)
+        opened = gather_objects(memory is not None, group)
     if memory is None or not all(opened):
         blind = [r for r, seen in enumerate(opened) if not seen]
         return f"ranks {blind} do not see the file that rank 0 made at {path}: they share no memory"
@@ -91,7 +84,7 @@ def _set_up(group: ProcessGroup, device: torch.device, timeout_s: float) -> Symm
     # Ranks that wait in the rendezvous for a failed rank get its error and continue here, as do all ranks if all fail at one step.  If a
     # rank fails alone inside torch's own rendezvous, the others wait there, in its store up to the store's time limit, in its exchange of
     # handles without a limit: then no rank falls back, and this gather ends in the group's time limit with the backend's error.
-    errors = [(*text, r) for r, text in enumerate(_all(group, error)) if text is not None]
+    errors = [(*text, r) for r, text in enumerate(gather_objects(error, group)) if text is not None]
     if not errors:
         assert made is not None
         return made

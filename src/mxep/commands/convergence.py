@@ -34,7 +34,8 @@ from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
-from mxep.train.option_parser import option_names, read_options
+from mxep.train.option_parser import field_of, read_options
+from mxep.train.rank_control import stop_signals
 from mxep.train.resolved_config import ResolvedConfig, resolve
 from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
 
@@ -45,7 +46,6 @@ MAX_DIFFERENCE = 0.002  # largest allowed deviation of the ratio of means from 1
 MIN_SEEDS = 3  # fewer are too few to estimate the spread
 MIN_EVALUATIONS = 3  # in the last tenth
 Metrics = Sequence[Mapping[str, Any]]  # records of one run's metrics.jsonl
-_WRONG_USE, _FAILED = 2, 1
 _EVALUATIONS = 80  # of a run without --eval-every
 # Options of `mxep train` that this command sets for each run.
 _OURS = ("recipe", "seed", "out", "resume", "resume_step", "nproc", "stop_after", "compare")
@@ -104,15 +104,10 @@ class ComparisonPlan:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep convergence <argv>`; returns 0 if done or stopped with checkpoints, 1 if a run failed, 2 for wrong options."""
+    """Run `mxep convergence <argv>`; returns 0 if done or stopped with checkpoints, 1 if a run failed. ValueError: wrong options."""
     started = time.monotonic()
     options = _parser().parse_args(list(argv))
-    try:
-        plan = _plan(options)
-        return _train(plan, options, None if options.seconds is None else started + options.seconds)
-    except ValueError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return _WRONG_USE
+    return _train(_plan(options), options, None if options.seconds is None else started + options.seconds)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,8 +178,7 @@ def _check_arm(plan: ComparisonPlan, name: str) -> None:
     """Raise ValueError for options of an arm that this command sets, or that change what is compared: its data, steps or evaluations."""
     own = plan.options_of(name)
     for word in own:
-        field_name = option_names().get(word.partition("=")[0].removeprefix("--").replace("-", "_"))
-        if word.startswith("--") and field_name in (*(set(_OURS) - {"recipe"}), *_SHARED):
+        if field_of(word) in (*(set(_OURS) - {"recipe"}), *_SHARED):
             raise ValueError(f"--arm {name}: {word.partition('=')[0]} must be the same in all runs; give it after --, or leave it out")
     read_options([*plan.given, *own])
 
@@ -205,8 +199,7 @@ def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
 def train_options(given: Sequence[str], out: Path) -> list[str]:
     """Options of every run: defaults, then `given`. Raises ValueError for options that this command sets or cannot use."""
     for word in given:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and option_names().get(name) in _OURS:
+        if field_of(word) in _OURS:
             raise ValueError(f"{word.partition('=')[0]} is set by mxep convergence for each run; leave it out")
     chosen = read_options(given)
     model = [] if chosen.model or chosen.model_name else ["--model", "dsv3_small"]
@@ -243,7 +236,7 @@ def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | 
     for run, status in failed:
         print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
     if failed:
-        return _FAILED
+        return 1
     if any(run.step < resolved.steps for run in runs):
         _say(_progress(runs))
         _say(f"stopped; continue with: {PROGRAM} --resume --out {options.out}")
@@ -318,23 +311,21 @@ class RunPool:
 
     def run(self, progress: Callable[[], str]) -> list[tuple[SeedRun, int]]:
         """Waits for all processes; returns the runs that failed, with their exit status. `progress` describes all runs in a line."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         said = time.monotonic()
-        try:
-            while self.running or (self.waiting and self.stopping_since is None):
-                while self.waiting and len(self.running) < self.at_once and self.stopping_since is None:
-                    self._start(self.waiting.pop(0))
-                self._collect()
-                if time.monotonic() - said > _PROGRESS_S:
-                    said = time.monotonic()
-                    self.say(progress())
-                time.sleep(_POLL_S)
-        finally:
-            for process in self.running.values():
-                process.kill()
-                process.wait()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        with stop_signals(self._on_signal):
+            try:
+                while self.running or (self.waiting and self.stopping_since is None):
+                    while self.waiting and len(self.running) < self.at_once and self.stopping_since is None:
+                        self._start(self.waiting.pop(0))
+                    self._collect()
+                    if time.monotonic() - said > _PROGRESS_S:
+                        said = time.monotonic()
+                        self.say(progress())
+                    time.sleep(_POLL_S)
+            finally:
+                for process in self.running.values():
+                    process.kill()
+                    process.wait()
         return self.failed
 
     def _start(self, run: SeedRun) -> None:

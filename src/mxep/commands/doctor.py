@@ -13,13 +13,12 @@ from rich.table import Table
 
 from mxep.device import (
     GEMM_PATHS,
-    Machine,
     available_gemm_paths,
     default_backend,
     default_device_type,
     gpu_identity,
+    machine_facts,
     peer_access_problem,
-    read_machine,
     resolve_gemm_path,
 )
 from mxep.extras import EXTRAS, install_command
@@ -33,20 +32,6 @@ NEVER_RUN = "never run on hardware; its layouts are tested on a CPU"
 
 def _device() -> torch.device:
     return torch.device(default_device_type(), 0) if default_device_type() == "cuda" else torch.device("cpu")
-
-
-def _facts(machine: Machine) -> list[tuple[str, str]]:
-    gpus = [f"{name} (SM{major}{minor})" for name, (major, minor) in zip(machine.gpus, machine.capabilities, strict=True)]
-    return [
-        ("python", machine.python),
-        ("torch", f"{machine.torch} (tested: {TESTED})"),
-        ("triton", machine.triton or "missing"),
-        ("cuda of torch", machine.cuda or "none"),
-        ("cpu", f"{machine.cpu}, {machine.cores} cores"),
-        ("gpus", ", ".join(gpus) or "none that torch can use"),
-        ("peer access between GPUs", "yes" if machine.peer_access else "no" if len(gpus) > 1 else "needs two GPUs"),
-        ("process-group backends", ", ".join(machine.backends)),
-    ]
 
 
 def _paths(device: torch.device) -> list[tuple[str, str, str]]:
@@ -127,7 +112,9 @@ def command(argv: Sequence[str]) -> int:
     """Print the report; returns 0, or 1 when the self-test fails."""
     argparse.ArgumentParser(prog="mxep doctor", description=__doc__).parse_args(argv)
     console, device = Console(), _device()
-    console.print(_table("Machine", (), _facts(read_machine())))
+    facts = machine_facts()
+    facts["torch"] += f" (tested: {TESTED})"
+    console.print(_table("Machine", (), [*facts.items()]))
     console.print(_table(f"What runs here (on {device})", ("part", "way", "why"), _paths(device)))
     paths = available_gemm_paths(device)
     notes = {"blackwell": NEVER_RUN}

@@ -83,21 +83,17 @@ class ExplainConfig:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Print the tables; returns the exit status, 2 for a configuration that is not possible."""
+    """Print the tables; returns 0. Raises ValueError for a configuration that is not possible."""
     config = tyro.cli(ExplainConfig, prog="mxep explain", args=list(argv))
     console = Console()
-    try:
-        for name in ("ep", "tokens", "seq_len", "ranks", "gpu_gb"):
-            value = getattr(config, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"explain: --{name.replace('_', '-')}={value}, want more than 0")
-        (name, model, notes), recipe = find_model(config.model, config.layers), resolve_recipe(config.recipe)
-        stages = _stages_of(config, model, recipe)
-        plain = _stages_of(config, model, resolve_recipe(config.against))
-        memory, verdicts = _memory(config, model, recipe)
-    except ValueError as error:
-        console.print(f"[red]mxep explain: {error}[/]")
-        return 2
+    for name in ("ep", "tokens", "seq_len", "ranks", "gpu_gb"):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"explain: --{name.replace('_', '-')}={value}, want more than 0")
+    (name, model, notes), recipe = find_model(config.model, config.layers), resolve_recipe(config.recipe)
+    stages = _stages_of(config, model, recipe)
+    plain = _stages_of(config, model, resolve_recipe(config.against))
+    memory, verdicts = _memory(config, model, recipe)
     total, active = model.parameters()
     for note in notes:
         console.print(note)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mxep.models.decoder import Decoder
     from mxep.train.data.tokenizer import Tokenizer
 
-PROGRAM = "mxep generate"
 _INTERRUPTED = 130  # exit status after Ctrl-C, as a shell gives it
 
 
@@ -61,15 +60,12 @@ class GenerateConfig:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep generate <argv>`; returns the exit status, 2 for wrong arguments."""
-    config = tyro.cli(GenerateConfig, args=list(argv), prog=PROGRAM)
+    """Run `mxep generate <argv>`; returns the exit status. Raises ValueError for wrong arguments."""
+    config = tyro.cli(GenerateConfig, args=list(argv), prog="mxep generate")
     status = 0
     try:
         for piece in stream(config):
             print(piece, end="", flush=True)
-    except ValueError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         status = _INTERRUPTED
     print()

@@ -18,14 +18,12 @@ from mxep.bench.tables import table_of
 from mxep.device import default_device_type
 from mxep.fused.network_profiler import WAYS, ExchangeTime, NetworkProfile, NetworkProfiler
 
-PROGRAM = "mxep profile"
-_WRONG_USE, _FAILED = 2, 1
 _NAMES = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather / reduce_scatter"}
 _PRECISIONS = ("mxfp8", "hp")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__)
+    parser = argparse.ArgumentParser("mxep profile", description=__doc__)
     parser.add_argument("--tokens", type=int, default=16384, help="T, tokens of a rank (default 16384)")
     parser.add_argument("--dim", type=int, default=4096, help="D, their width (default 4096)")
     parser.add_argument("--top-k", type=int, default=8, help="C, experts of a token (default 8)")
@@ -68,29 +66,25 @@ def _cells(time: ExchangeTime, limit: float) -> tuple[str, str, str]:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep profile <argv>`; returns 0, 1 when a rank failed, or 2 for invalid options."""
+    """Run `mxep profile <argv>`; returns 0, or 1 when a rank failed. Raises ValueError for invalid options."""
     options = _parser().parse_args(list(argv))
     device_type = default_device_type() if options.device == "auto" else options.device
-    try:
-        histogram = _histogram(options.histogram)
-        if device_type == "cuda" and default_device_type() != "cuda":
-            raise ValueError("--device cuda, but torch sees no CUDA GPU here")
-        if not is_rank():
-            return _FAILED if start_ranks(["profile", *argv], device_type, options.nproc) else 0
-        with rank_group(True, device_type) as (device, group):
-            experts = options.experts or (None if histogram is None else histogram.numel())
-            profiler = NetworkProfiler(
-                options.tokens, options.dim, options.top_k, num_experts=experts, group=group, recipe=options.recipe, device=device
-            )
-            config = profiler.profile(histogram)
-            if group is None or torch.distributed.get_rank(group) == 0:
-                _show(profiler, options.out)
-                if options.out is not None:
-                    config.save(options.out)
-        sys.stdout.flush()
-    except ValueError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return _WRONG_USE
+    histogram = _histogram(options.histogram)
+    if device_type == "cuda" and default_device_type() != "cuda":
+        raise ValueError("--device cuda, but torch sees no CUDA GPU here")
+    if not is_rank():
+        return 1 if start_ranks(["profile", *argv], device_type, options.nproc) else 0
+    with rank_group(True, device_type) as (device, group):
+        experts = options.experts or (None if histogram is None else histogram.numel())
+        profiler = NetworkProfiler(
+            options.tokens, options.dim, options.top_k, num_experts=experts, group=group, recipe=options.recipe, device=device
+        )
+        config = profiler.profile(histogram)
+        if group is None or torch.distributed.get_rank(group) == 0:
+            _show(profiler, options.out)
+            if options.out is not None:
+                config.save(options.out)
+    sys.stdout.flush()
     return 0
 
 

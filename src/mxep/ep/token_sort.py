@@ -29,34 +29,27 @@ def _slots(order: torch.Tensor, top_k: int) -> torch.Tensor:
     return slots.view(-1, top_k)
 
 
+def _sort_or_sum(values: torch.Tensor, order: torch.Tensor, top_k: int, sums: bool) -> torch.Tensor:
+    """Tokens (T, D) -> their rows (T*C, D), sorted; with `sums` rows (T*C, D) -> tokens (T, D)."""
+    if sums:
+        return direct.reduce_rows(values, _slots(order, top_k))
+    return direct.gather_rows(values, order // top_k)
+
+
 @in_graph
 class _SortRows(torch.autograd.Function):
+    """`_sort_or_sum`, whose two directions are each other's gradients."""
+
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, order: torch.Tensor, top_k: int, sums: bool) -> torch.Tensor:
         ctx.save_for_backward(order)
-        ctx.top_k = top_k
-        return direct.gather_rows(tokens, order // top_k)
+        ctx.top_k, ctx.sums = top_k, sums
+        return _sort_or_sum(values, order, top_k, sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (order,) = ctx.saved_tensors
-        return direct.reduce_rows(grads[0], _slots(order, ctx.top_k)), None, None
-
-
-@in_graph
-class _Sum(torch.autograd.Function):
-    """The reverse of `_SortRows`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, top_k: int) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        ctx.top_k = top_k
-        return direct.reduce_rows(rows, _slots(order, top_k))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        (order,) = ctx.saved_tensors
-        return direct.gather_rows(grads[0], order // ctx.top_k), None, None
+        return _sort_or_sum(grads[0], order, ctx.top_k, not ctx.sums), None, None, None
 
 
 @in_graph
@@ -99,7 +92,7 @@ def sort_tokens_by_expert(tokens: torch.Tensor, experts: torch.Tensor, num_exper
     # not torch.bincount, which syncs the host on a GPU: the end of each expert's rows in the sorted order
     ends = torch.searchsorted(flat[order], torch.arange(num_experts, device=flat.device), right=True)
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
-    return SortedRows(_SortRows.apply(tokens, order, experts.shape[1]), order, counts)
+    return SortedRows(_SortRows.apply(tokens, order, experts.shape[1], False), order, counts)
 
 
 def combine_topk(rows: torch.Tensor, order: torch.Tensor, top_k: int, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,7 +119,7 @@ def combine_topk(rows: torch.Tensor, order: torch.Tensor, top_k: int, weights: t
             f"combine_topk: order has not each of 0 to {len(order) - 1} once, want that of sort_tokens_by_expert"
         )  # host sync: checking
     if weights is None:
-        return _Sum.apply(rows, order, top_k)
+        return _SortRows.apply(rows, order, top_k, True)
     tokens = rows.shape[0] // top_k
     if weights.shape != (tokens, top_k) or weights.dtype != torch.float32:
         raise ValueError(f"combine_topk: weights are {tuple(weights.shape)} {weights.dtype}, want ({tokens}, {top_k}) float32")

@@ -20,7 +20,7 @@ from torch import Tensor
 from mxep.fused.dispatcher import TokenDispatcher
 from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks, concat_chunks
 from mxep.fused.make_dispatcher import make_dispatcher
-from mxep.fused.options import FusedOptions, TopK, allowed_topk, check_weights, make_options, topk_valid
+from mxep.fused.options import FusedOptions, TopK, allowed_topk, check_weights, make_options
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.grouped_mm.products import empty_wgrad, saved_tensors, shared_form
 from mxep.moe.config import MoEConfig
@@ -45,6 +45,7 @@ from mxep.moe.router_product import logits_backward, logits_of
 from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
+from mxep.operators import direct
 from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import Recipe
 
@@ -58,6 +59,7 @@ class SavedTensors(NamedTuple):
 
     x: Tensor | None  # (T, D), the input itself
     logits: Tensor | None  # (T, E); computed again where x is kept
+    columns: Tensor | None  # (T, C) int16, where each score was in the caller's scores; None for a router's
     rows: Tensor | None  # (R, D), the dispatched tokens: qdata or plain
     scale: Tensor | None  # (R, D/32)
     gate_up: Tensor | None  # (P, 2H) or (P, H), qdata or plain
@@ -97,8 +99,8 @@ class _GradientReturn:
         rows, scores: what `RowExchange.start_to_tokens` and `TokenDispatcher.start_scores_to_tokens` return; None before.
     """
 
-    def __init__(self, dispatcher: TokenDispatcher, scaling_mode: str) -> None:
-        self._dispatcher, self._scaling_mode = dispatcher, scaling_mode
+    def __init__(self, dispatcher: TokenDispatcher, scaling_mode: str, columns: Tensor | None, score_dtype: torch.dtype) -> None:
+        self._dispatcher, self._scaling_mode, self._of_scores = dispatcher, scaling_mode, (columns, score_dtype)
         self._reduction, self._chunks, self._d_scores = ChunkedReduction(dispatcher.dispatch), list[ExpertRows](), list[Tensor]()
         self.rows: Callable[[Tensor | None], Tensor] | None = None
         self.scores: Callable[[], Tensor] | None = None
@@ -109,7 +111,7 @@ class _GradientReturn:
         self._d_scores.append(d_scores)
         if chunk.last:
             of_all = concat_chunks(self._chunks, self._d_scores, self._dispatcher.scores.shape[0])
-            self.scores = self._dispatcher.start_scores_to_tokens(of_all)
+            self.scores = self._dispatcher.start_scores_to_tokens(of_all, *self._of_scores)
 
     def add_rows(self, d_rows: Tensor, chunk: ExpertRows) -> None:
         """Gradients of the next chunk's rows (P, D)."""
@@ -151,7 +153,8 @@ def _backward_over_chunks(
     needs: NeedsGrad,
 ) -> tuple[_GradientReturn, list[Tensor | None]]:
     """From the output's gradient (R, D) as it was received: what is on its way to the tokens' ranks, and the gradients of `weights`."""
-    gemm, returned = options.experts.gemm, _GradientReturn(dispatcher, options.scaling_modes.dispatch_backward)
+    gemm = options.experts.gemm
+    returned = _GradientReturn(dispatcher, options.scaling_modes.dispatch_backward, saved.columns, options.score_dtype)
     rows, gate_up = _as_rows(saved.rows, saved.scale, grad.dtype), _as_rows(saved.gate_up, saved.gate_up_scale, grad.dtype)
     makes_gate_up = (gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)) and needs.activation
     redispatch = rows is None and options.runtime.redispatch_x_in_backward and (needs.reads_x or makes_gate_up)
@@ -178,7 +181,7 @@ def _backward_over_chunks(
         kept = gate_up if chunk.last else None  # only the last chunk's was kept
         activation_grads = activation_gradients(grad, read_x, kept, weights, gemms, chunk, options.experts, needs, options.keep_as)
         # What other ranks wait for comes first: it is sent while the weights' gradients are computed.
-        if activation_grads.scores is not None:
+        if activation_grads.scores is not None and needs.scores:
             returned.add_scores(activation_grads.scores if bias_scores is None else activation_grads.scores + bias_scores, chunk)
         if needs.x:
             returned.add_rows(rows_gradient(activation_grads, weights, gemms, chunk, options.experts), chunk)
@@ -220,12 +223,15 @@ class _FusedMoE(torch.autograd.Function):
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
         runtime, modes = options.runtime, options.scaling_modes
         alignment, config = options.recipe.group_size_multiple_of, options.router
-        logits = counts = shares = z = None
+        logits = counts = shares = z = columns = None
         if router is not None:
             logits = logits_of(x, router, config.router_dtype)
             scores, experts, counts, shares, z = route_without_gradient(logits, expert_bias, config)
         assert experts is not None
         assert scores is not None
+        if router is None:
+            options = options._replace(score_dtype=scores.dtype)
+            experts, scores, columns = direct.sort_topk(experts, scores, config.num_experts, *allowed_topk(options.group_name, runtime))
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
         spec = options.spec
         if saves:
@@ -263,24 +269,27 @@ class _FusedMoE(torch.autograd.Function):
             kept_x = x if ctx.needs_input_grad[1] or (reads_rows and kept_rows is None) else None
             # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
             recomputes = kept_x is not None and (config.router_dtype == "fp32" or not torch.is_autocast_enabled(x.device.type))
-            saved = SavedTensors(kept_x, None if recomputes else logits, *saved_tensors(kept_rows), *saved_tensors(gate_up), *dgrad_forms)
-            ctx.dispatcher, tensors = dispatcher.for_backward()
+            kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
+            saved = SavedTensors(kept_x, kept_logits, columns, *saved_tensors(kept_rows), *saved_tensors(gate_up), *dgrad_forms)
+            ctx.dispatcher, tensors = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
             ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)
-            ctx.options, ctx.caches = options, caches
+            ctx.options, ctx.caches, ctx.output = options, caches, (x.shape, x.dtype, x.device)
+            ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         off = counts, None if config.balance_loss else shares, None if config.z_loss else z
         ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
         return x.new_empty_strided(x.shape, (0, 0)), counts, shares, z, outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         (*tensors, on_device, on_host), options, config = ctx.saved_tensors, ctx.options, ctx.options.router
         saved, rest = SavedTensors(*tensors[: len(SavedTensors._fields)]), tensors[len(SavedTensors._fields) :]
         router, weights = rest[0], ExpertWeights.of(rest[1 : 1 + _NUM_WEIGHTS])
         needs, needs_router = _needs_grad(ctx, router is not None), ctx.needs_input_grad[1]
         dispatcher = ctx.dispatcher.refilled(rest[1 + _NUM_WEIGHTS :])
-        dy = dequantize_data(grads[0]).contiguous()
+        shape, dtype, device = ctx.output
+        dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
         grad = dispatcher.combine.to_experts(dy, options.scaling_modes.combine_backward)  # (R, D)
         bounds = None if on_host is None else ChunkBounds(on_device, on_host)
         chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of, bounds)
@@ -347,8 +356,6 @@ def run_layer(
     """
     options = make_options(where, x, config, recipe, runtime, weights.layout, swiglu, group_name, weight_dtype)
     check_weights(where, x, router, weights, options)
-    if topk is not None and x.is_cuda:  # not validated on the host; wrong experts would write into other experts' rows
-        torch._assert_async(topk_valid(topk.experts, options.router.num_experts, allowed_topk(options.group_name, options.runtime)))
     chosen = (None, None) if topk is None else topk
     inputs = (x, router, *weights.tensors, expert_bias, *chosen)
     empty, *routed, outputs = _FusedMoE.apply(*inputs, options, caches, torch.is_grad_enabled())

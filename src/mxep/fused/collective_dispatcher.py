@@ -16,10 +16,11 @@ of every mode from it.  Two ranks of two experts; token 0 has experts 0 and 3, t
 
 On rank 1, whose experts are 2 and 3, the first row received goes to expert 3, the second to both; groups are padded to 4:
 
->>> index = index_expert_rows(torch.tensor([[-1, 1], [0, 1]]), 2, 4, 8)
+>>> *index, row_map, row_scores = torch.ops.mxep.index_topk(torch.tensor([[-1, 1], [0, 1]]), torch.rand(2, 2), 0, 2, 4, 8)
+>>> index = ExpertRowIndex(*index)
 >>> index.expert_rows.tolist(), index.offs.tolist()
 ([[-1, 4], [0, 5]], [4, 8])
->>> recv_index("rank_dedup", index, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]]).row_map.tolist()
+>>> recv_index("rank_dedup", index, row_map, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]]).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
 """
 
@@ -85,8 +86,8 @@ def send_index(mode: str, experts: Tensor, num_local_experts: int, world: int, n
     ranks = torch.div(experts, num_local_experts, rounding_mode="floor")
     if mode == "rank_dedup":
         ranks = torch.where(_has_expert_on(experts, num_local_experts, world), torch.arange(world, device=device), -1)  # (T, W)
-    rows = index_expert_rows(ranks, world, 0, ranks.numel())  # sorts by rank instead of by expert, without padding
-    return CollectiveSendIndex(torch.div(rows.topk_ids, ranks.shape[1], rounding_mode="floor")[:num_rows], rows.expert_rows)
+    rows, _, ids = direct.index_expert_rows(ranks, world, 0, ranks.numel())  # sorts by rank instead of by expert, without padding
+    return CollectiveSendIndex(torch.div(ids, ranks.shape[1], rounding_mode="floor")[:num_rows], rows)
 
 
 def pack_metadata(experts: Tensor, scores: Tensor, sent: CollectiveSendIndex, counts: Tensor, num_local_experts: int) -> Tensor:
@@ -106,21 +107,17 @@ def pack_metadata(experts: Tensor, scores: Tensor, sent: CollectiveSendIndex, co
 
 
 def unpack_metadata(metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(R, 2C + 1) int32 -> experts (R, C) int32, scores (R, C) float32, tokens (R,) int32."""
+    """(R, 2C + 1) int32 -> views of it: experts (R, C) int32, scores (R, C) float32, tokens (R,) int32."""
     C = metadata.shape[1] // 2
-    return metadata[:, :C], metadata[:, C:-1].contiguous().view(torch.float32), metadata[:, -1]
+    return metadata[:, :C], metadata[:, C:-1].view(torch.float32), metadata[:, -1]
 
 
-def index_expert_rows(experts: Tensor, num_local_experts: int, alignment: int, num_expert_rows: int) -> ExpertRowIndex:
-    """The expert rows of the top-k ids (R, C): `mxep.reference.index_expert_rows`."""
-    return ExpertRowIndex(*direct.index_expert_rows(experts, num_local_experts, alignment, num_expert_rows))
-
-
-def recv_index(mode: str, index: ExpertRowIndex, tokens: Tensor, received: list[list[int]]) -> RecvIndex:
+def recv_index(mode: str, index: ExpertRowIndex, row_map: Tensor, tokens: Tensor, received: list[list[int]]) -> RecvIndex:
     """The rows of an exchange on the rank of the experts.
 
     Args:
-        index: of the top-k ids (R, C) in rows of rank_dedup.  tokens: (R,) int32, the numbers of their tokens on the sending rank.
+        index: of the top-k ids (R, C) in rows of rank_dedup.  row_map: (P,) int32, the row of R of each expert row, -1 in padding.
+        tokens: (R,) int32, the numbers of the rows' tokens on the sending rank.
         received: `count_rows` of every rank for this one, rows of this rank's experts: [rank][mode], host ints.
     """
     expert_rows, _, topk_ids = index
@@ -129,7 +126,6 @@ def recv_index(mode: str, index: ExpertRowIndex, tokens: Tensor, received: list[
         number = torch.where(flat >= 0, (flat >= 0).cumsum(0) - 1, count)  # of each id among this rank's
         slots = flat.new_full((count + 1,), -1).scatter_(0, number, flat)[:count]  # the last one takes ids of other ranks
         return RecvIndex(pick(topk_ids, number.int()), slots[:, None])
-    row_map = torch.div(topk_ids, expert_rows.shape[1], rounding_mode="floor")  # (P,), -1 stays -1
     if mode == "rank_dedup":
         return RecvIndex(row_map, expert_rows)
     here, whole = (torch.tensor([row[column] for row in received], device="cpu") for column in (0, 2))  # whatever the default is
@@ -148,7 +144,8 @@ class CollectiveRowExchange(NamedTuple):
     Attributes:
         mode: one of `MODES`.  group_name: "" stays on this rank.
         send_splits, recv_splits: rows of `to_experts` to and from each rank.
-        tokens, sent_slots: see `CollectiveSendIndex`.  row_map, row_slots: see `RecvIndex`.
+        tokens, sent_slots: see `CollectiveSendIndex`; empty on one rank where row t is token t's.
+        row_map, row_slots: see `RecvIndex`.
     """
 
     mode: str
@@ -195,9 +192,11 @@ class CollectiveRowExchange(NamedTuple):
         return partial(self._sum_per_token, sums)
 
     def _sum_per_token(self, rows: Tensor, added: Tensor | None) -> Tensor:
-        if not self.group_name and self.mode != "all_to_all" and added is None:
+        if self.group_name or self.mode == "all_to_all":
+            return direct.reduce_rows(rows, self.sent_slots, added)
+        if added is None:
             return rows  # one for each token, in order
-        return direct.reduce_rows(rows, self.sent_slots, added)
+        return direct.reduce_rows(rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)[:, None], added)
 
     def rows_off_rank(self, way: str) -> int:
         splits = self.send_splits if way == "to_experts" else self.recv_splits
@@ -214,7 +213,7 @@ class CollectiveDispatcher(NamedTuple):
         dispatch, combine: the exchanges.  offs: (L,) int32 END offsets of the experts.
         scores: (P,) float32, the score of each expert row, 0 in padding.
         expert_rows: (R, C) int32, of the top-k ids in rows of rank_dedup, -1 for an expert of another rank.
-        experts: (T, C) int64, the top-k experts of this rank's tokens.
+        experts: (T, C), the top-k experts of this rank's tokens: int64, in backward `saved_dtype`, or empty where nothing reads them.
         slots: (T, C) int32, the row of rank_dedup of each of them; empty on one rank.
         splits: rows of rank_dedup to and from each rank.  tokens: of all ranks.
         saved_dtype: in which `experts` is saved for backward; None without a backward.
@@ -232,11 +231,11 @@ class CollectiveDispatcher(NamedTuple):
     saved_dtype: torch.dtype | None
     expected_rows: int | None = None  # P is the number of rows received, padded
 
-    def for_backward(self) -> tuple[CollectiveDispatcher, tuple[Tensor | None, ...]]:
-        d, c = self.dispatch, self.combine
+    def for_backward(self, reads_experts: bool) -> tuple[CollectiveDispatcher, tuple[Tensor | None, ...]]:
+        d, c, none = self.dispatch, self.combine, self.offs.new_empty(0)
         exchanges = d.tokens, d.sent_slots, d.row_map, d.row_slots, c.tokens, c.row_map
-        tensors = (*exchanges, self.offs, self.scores, self.expert_rows, self.experts.to(self.saved_dtype), self.slots)
-        none = self.offs.new_empty(0)
+        experts = self.experts.to(self.saved_dtype) if reads_experts else none
+        tensors = (*exchanges, self.offs, self.scores, self.expert_rows, experts, self.slots)
         bare = [exchange._replace(tokens=none, sent_slots=none, row_map=none, row_slots=none) for exchange in (d, c)]
         return CollectiveDispatcher(bare[0], bare[1], none, none, none, none, none, *self[-4:]), tensors
 
@@ -244,15 +243,17 @@ class CollectiveDispatcher(NamedTuple):
         sent, sent_slots, row_map, row_slots, tokens, combine_map, offs, scores, expert_rows, experts, slots = tensors
         dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, row_slots=row_slots)
         combine = self.combine._replace(tokens=tokens, row_map=combine_map)
-        return CollectiveDispatcher(dispatch, combine, offs, scores, expert_rows, experts.long(), slots, *self[-4:])
+        return CollectiveDispatcher(dispatch, combine, offs, scores, expert_rows, experts, slots, *self[-4:])
 
-    def start_scores_to_tokens(self, d_scores: Tensor) -> Callable[[], Tensor]:
+    def start_scores_to_tokens(self, d_scores: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Exchanges (R, C) float32 at once."""
-        rows = direct.gather_or_zero(self.expert_rows, d_scores)
         if not self.dispatch.group_name:
-            return lambda: rows
-        rows = direct.exchange_rows(rows, *self.splits, self.dispatch.group_name)
-        return partial(rows.gather, 0, self.slots.long())
+            scores = direct.gather_or_zero(self.expert_rows, d_scores, columns, dtype)
+            return lambda: scores
+        rows = direct.gather_or_zero(self.expert_rows, d_scores)
+        rows, top_k = direct.exchange_rows(rows, *self.splits, self.dispatch.group_name), rows.shape[1]
+        topk_ids = torch.add(torch.arange(top_k, device=rows.device), self.slots, alpha=top_k)  # int64
+        return partial(direct.gather_or_zero, topk_ids, rows.flatten(), columns, dtype)
 
 
 # ---------------------------------------------------------------- planning
@@ -280,20 +281,18 @@ def _plan_alone(spec: DispatchSpec, experts: Tensor, scores: Tensor, saved_dtype
     """`plan` on one rank, by the kernels that index over symmetric memory; a row is a token or, in all_to_all, a top-k id."""
     T, C = experts.shape
     num_expert_rows = round_up(T * C + spec.experts * spec.alignment, spec.alignment)
-    table = direct.pack_topk(experts, scores, T)
-    found = direct.index_topk_table(table, 0, spec.experts, spec.alignment, num_expert_rows)
+    found = direct.index_topk(experts, scores, 0, spec.experts, spec.alignment, num_expert_rows)
     expert_rows, offs, topk_ids, row_map, row_scores = found
+    none = offs.new_empty(0)
 
     def exchange(mode: str) -> CollectiveRowExchange:
-        rows = torch.arange(T * C if mode == "all_to_all" else T, dtype=torch.int32, device=experts.device)
-        counts = [rows.shape[0]]
-        if mode == "all_to_all":
-            tokens = torch.div(rows, C, rounding_mode="floor")
-            return CollectiveRowExchange(mode, "", counts, counts, tokens, rows.view(T, C), topk_ids, expert_rows.view(-1, 1))
-        return CollectiveRowExchange(mode, "", counts, counts, rows, rows[:, None], row_map, expert_rows)
+        if mode != "all_to_all":
+            return CollectiveRowExchange(mode, "", [T], [T], none, none, row_map, expert_rows)
+        rows = torch.arange(T * C, dtype=torch.int32, device=experts.device)
+        tokens = torch.div(rows, C, rounding_mode="floor")
+        return CollectiveRowExchange(mode, "", [T * C], [T * C], tokens, rows.view(T, C), topk_ids, expert_rows.view(-1, 1))
 
     exchanges = {mode: exchange(mode) for mode in dict.fromkeys(spec.modes)}
-    none = offs.new_empty(0)
     dispatch, combine = (exchanges[mode] for mode in spec.modes)
     return CollectiveDispatcher(dispatch, combine, offs, row_scores, expert_rows, experts, none, ([T], [T]), T, saved_dtype)
 
@@ -312,18 +311,18 @@ def _plan_with_peers(
     metadata = pack_metadata(experts, scores, sends["rank_dedup"], counts[:, 0], num_local)
     splits = column(sent, "rank_dedup"), column(received, "rank_dedup")
     metadata = direct.exchange_rows(metadata, splits[1], splits[0], group_name)
-    local, received_scores, tokens = unpack_metadata(metadata)
+    *topk, tokens = unpack_metadata(metadata)
     num_expert_rows = round_up(sum(column(received, "all_to_all")) + num_local * spec.alignment, spec.alignment)
-    index = index_expert_rows(local, num_local, spec.alignment, num_expert_rows)
+    *found, row_map, row_scores = direct.index_topk(*topk, 0, num_local, spec.alignment, num_expert_rows)
+    index = ExpertRowIndex(*found)
 
     def exchange(mode: str) -> CollectiveRowExchange:
-        received_rows = recv_index(mode, index, tokens, received)
+        received_rows = recv_index(mode, index, row_map, tokens, received)
         return CollectiveRowExchange(mode, group_name, column(sent, mode), column(received, mode), *sends[mode], *received_rows)
 
     dispatch = exchange(spec.modes[0])
     combine = dispatch if spec.modes[0] == spec.modes[1] else exchange(spec.modes[1])
     slots = sends["rank_dedup"].slots.gather(1, torch.div(experts, num_local, rounding_mode="floor"))
-    row_scores = direct.gather_or_zero(index.topk_ids, received_scores.flatten())
     num_tokens = sum(column(received, "all_ranks"))
     return CollectiveDispatcher(
         dispatch, combine, index.offs, row_scores, index.expert_rows, experts, slots, splits, num_tokens, saved_dtype

@@ -140,7 +140,7 @@ class TokenDispatcher(Protocol):
 
     @property
     def experts(self) -> Tensor:
-        """(T, C) int64, the top-k experts of this rank's tokens."""
+        """(T, C) integers, the top-k experts of this rank's tokens."""
 
     @property
     def tokens(self) -> int:
@@ -150,14 +150,17 @@ class TokenDispatcher(Protocol):
     def expected_rows(self) -> int | None:
         """The balanced number of rows per rank if P is a worst case; None if P is the received number, padded."""
 
-    def for_backward(self) -> tuple[TokenDispatcher, tuple[Tensor | None, ...]]:
-        """The dispatcher without its tensors, and the tensors that backward needs, for `refilled`."""
+    def for_backward(self, reads_experts: bool) -> tuple[TokenDispatcher, tuple[Tensor | None, ...]]:
+        """The dispatcher without its tensors, and the tensors that backward needs, for `refilled`; `experts` only if it reads them."""
 
     def refilled(self, tensors: tuple[Tensor, ...]) -> TokenDispatcher:
         """The dispatcher with its tensors, from those that `for_backward` returned."""
 
-    def start_scores_to_tokens(self, d_scores: Tensor) -> Callable[[], Tensor]:
-        """Gradients of the expert rows' scores (P,) -> of the tokens' scores (T, C), float32; asynchronous as `start_to_tokens`."""
+    def start_scores_to_tokens(self, d_scores: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Gradients of the expert rows' scores (P,) -> of the tokens' scores (T, C) in `dtype`; asynchronous as `start_to_tokens`.
+
+        `columns` (T, C): where those of top-k id (t, c) go in row t; None leaves them there.
+        """
 
 
 class DispatchSpec(NamedTuple):

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
 from mxep.fused.autograd import SavedTensors, is_fused, run_layer
-from mxep.fused.options import allowed_topk, check_layout, given_shape, resolve_runtime, sort_topk
+from mxep.fused.options import allowed_topk, check_layout, check_topk, given_shape, resolve_runtime
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
 from mxep.moe.expert_mlp import TENSORS, ExpertLora, ExpertWeights
@@ -115,11 +115,11 @@ def fused_moe(
         x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
         activation=activation, router_dtype=router_dtype,
     )  # fmt: skip
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     group_name = group_name_of(_WHERE, group)
     weights = ExpertWeights(w1, w2, None, b1, b2, None, layout)
     y, *_ = run_layer(_WHERE, tokens, router_weight, weights, router, resolve_recipe(recipe), config, swiglu, group_name)
-    return unflatten_rows(y, x.shape[:-1])
+    return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
 
 
 def fused_experts(
@@ -150,7 +150,7 @@ def fused_experts(
             is to be dropped has a score of 0 and names any expert that the token has not chosen; it costs as much as another choice.  With
             the group "" it may be -1 instead, which costs memory only, and an expert that is named twice counts twice, unless
             `config.scratch_rows` is a number.
-        scores: (..., C) of any float dtype, their weights in the sum over a token's choices; computed in float32.
+        scores: (..., C), floats of 16 to 64 bits, their weights in the sum over a token's choices; computed in float32.
         w1: gate and up of this rank's L = E / W experts, as in `fused_moe`.
         b1: their biases or None, as in `fused_moe`.
         w2: (L, D, H), down.
@@ -188,13 +188,13 @@ def fused_experts(
             f"{_GIVEN}: {'b3 without w3' if w3 is None else 'w3'} with layout={layout!r} and activation={activation!r}, want w3, and b3 "
             "beside it alone, for gate and up that are not joined"
         )
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
-    topk = sort_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
+    topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
     shape = given_shape(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation)
     weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora)
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
-    return unflatten_rows(y, x.shape[:-1])
+    return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
 
 
 class FusedExperts(Experts):
@@ -360,7 +360,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         "dispatched tokens": (kept.rows, kept.scale),
         "first product": (kept.gate_up, kept.gate_up_scale),
         "weights for dgrad": (kept.gate_up_weight, kept.gate_up_weight_scale, kept.down_weight, kept.down_weight_scale),
-        "routing": (kept.logits, *rest),
+        "routing": (kept.logits, kept.columns, *rest),
     }
     seen: set[int] = set()
     sizes = dict.fromkeys(groups, 0)

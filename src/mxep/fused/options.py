@@ -23,6 +23,7 @@ from mxep.mx.tensor import MXTensor
 from mxep.mx.weight import MXWeight
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.ops.activation.reference import LAYOUTS
+from mxep.ops.routing.index_reference import has_duplicates, topk_valid
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
 
@@ -49,6 +50,7 @@ class FusedOptions(NamedTuple):
         scaling_modes: of the exchanges.
         spec: what must be the same on every rank, for a forward without a backward.
         group_name: of the EP group, "" for this rank alone.
+        score_dtype: of the scores' gradient: that of the caller's scores, float32 for a router's.
     """
 
     router: MoEConfig
@@ -58,6 +60,7 @@ class FusedOptions(NamedTuple):
     scaling_modes: ScalingModes
     spec: DispatchSpec
     group_name: str
+    score_dtype: torch.dtype = torch.float32
 
     def for_rows(self, tokens: int) -> FusedOptions:
         """The options for that many tokens of all ranks: with GEMMs in high precision if these are too few (`Recipe.hp_below_rows`)."""
@@ -190,7 +193,7 @@ class TopK(NamedTuple):
     """Top-k choices of the caller's router.
 
     Attributes:
-        experts: (T, C) int64, in rising order in each row.  scores: (T, C) float32.
+        experts: (T, C) int64.  scores: (T, C), any float dtype.
     """
 
     experts: Tensor
@@ -214,19 +217,11 @@ def allowed_topk(group_name: str, runtime: RuntimeEPConfig) -> AllowedTopK:
     return AllowedTopK(alone, alone and not isinstance(runtime.scratch_rows, int))
 
 
-def _has_duplicates(experts: Tensor) -> Tensor:
-    """() bool: an expert is more than once in a row of experts (T, C), which are in rising order."""
-    return ((experts[:, 1:] == experts[:, :-1]) & (experts[:, 1:] >= 0)).any()
+def check_topk(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int, allowed: AllowedTopK) -> TopK:
+    """(..., C) each -> (T, C). Raises ValueError unless each token has C choices, in checking mode also unless they are among the experts.
 
-
-def topk_valid(experts: Tensor, num_experts: int, allowed: AllowedTopK) -> Tensor:
-    """() bool: experts (T, C), in rising order in each row, are as `sort_topk` wants them; for devices whose values nothing reads."""
-    in_range = ((experts >= -allowed.minus_one) & (experts < num_experts)).all()
-    return in_range if allowed.duplicates else in_range & ~_has_duplicates(experts)
-
-
-def sort_topk(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_experts: int, allowed: AllowedTopK) -> TopK:
-    """(..., C) each -> (T, C) in rising order. Raises ValueError unless each token has C choices among the experts."""
+    Values that are not read here are asserted on the device by `sort_topk`.
+    """
     check_tensors(where, experts=experts, scores=scores)
     T, C = tokens.shape[0], experts.shape[-1] if experts.dim() else 0
     fits = 1 <= C <= num_experts and experts.numel() == T * C and scores.shape == experts.shape
@@ -237,11 +232,10 @@ def sort_topk(where: str, tokens: Tensor, experts: Tensor, scores: Tensor, num_e
             f"{where}: {got}, want (..., C) int64 and float for {T} tokens on {tokens.device}, C from 1 to {num_experts}; as "
             "torch.topk gives them"
         )
-    ordered, order = experts.reshape(T, C).sort(1)
-    if values_checked(ordered) and ordered.numel():  # host sync: checking
-        first, last, again = int(ordered.min()), int(ordered.max()), not allowed.duplicates and bool(_has_duplicates(ordered))
-        if first < -allowed.minus_one or last >= num_experts or again:
-            got = f"experts from {first} to {last}{', one of them twice for a token' if again else ''}"
-            kinds = f"{'experts' if allowed.duplicates else 'C different ones'} of 0 to {num_experts - 1}"
-            raise ValueError(f"{where}: {got}, want {kinds}{', or -1 for none,' if allowed.minus_one else ''} for each token")
-    return TopK(ordered, scores.reshape(T, C).float().gather(1, order))
+    topk = TopK(experts, scores) if experts.dim() == 2 else TopK(experts.reshape(T, C), scores.reshape(T, C))
+    if values_checked(experts) and not topk_valid(topk.experts, num_experts, *allowed):  # host sync: checking
+        first, last, again = int(experts.min()), int(experts.max()), not allowed.duplicates and bool(has_duplicates(topk.experts))
+        got = f"experts from {first} to {last}{', one of them twice for a token' if again else ''}"
+        kinds = f"{'experts' if allowed.duplicates else 'C different ones'} of 0 to {num_experts - 1}"
+        raise ValueError(f"{where}: {got}, want {kinds}{', or -1 for none,' if allowed.minus_one else ''} for each token")
+    return topk

@@ -31,7 +31,8 @@ On rank 1, whose experts are 2 and 3, and if its own tokens have no expert, toke
 expert rows 4, 0 and 5, each group padded to 4:
 
 >>> table = torch.ops.mxep.pack_topk(experts, scores, 3)
->>> *index, row_map, row_scores = torch.ops.mxep.index_topk_table(torch.cat((table, torch.full_like(table, -1))), 1, 2, 4, 8)
+>>> table = torch.cat((table, torch.full_like(table, -1)))
+>>> *index, row_map, row_scores = torch.ops.mxep.index_topk(table[:, :2], table[:, 2:].view(torch.float32), 1, 2, 4, 8)
 >>> index = ExpertRowIndex(*index)
 >>> recv_index("rank_dedup", index, row_map, 2).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
@@ -106,14 +107,14 @@ def send_index(mode: str, experts: Tensor, num_local_experts: int, world: int, m
     return SymmetricSendIndex(slots, ranks if mode == "all_to_all" else None, return_slots)
 
 
-def score_rows(experts: Tensor, num_local_experts: int, most: int) -> Tensor:
-    """Of all ranks' regions of S rows, one for each token: the row in which the rank of each expert (T, C) returns; most: S.
+def score_slots(experts: Tensor, num_local_experts: int, most: int) -> Tensor:
+    """Of all ranks' regions of S rows of C scores, one for each token: where the rank of each expert (T, C) returns its score; most: S.
 
-    >>> score_rows(torch.tensor([[0, 3], [2, 3]]), 2, 3).tolist()
-    [[0, 3], [4, 4]]
+    >>> score_slots(torch.tensor([[0, 3], [2, 3]]), 2, 3).tolist()
+    [[0, 7], [8, 9]]
     """
-    tokens = torch.arange(experts.shape[0], device=experts.device)[:, None]
-    return torch.div(experts, num_local_experts, rounding_mode="floor") * most + tokens
+    topk_ids = torch.arange(experts.numel(), device=experts.device).view_as(experts)
+    return torch.div(experts, num_local_experts, rounding_mode="floor") * (most * experts.shape[1]) + topk_ids
 
 
 def recv_index(mode: str, index: ExpertRowIndex, row_map: Tensor, per_token: int) -> RecvIndex:
@@ -315,8 +316,8 @@ class SymmetricDispatcher(NamedTuple):
     tokens: int
     expected_rows: int | None
 
-    def for_backward(self) -> tuple[SymmetricDispatcher, tuple[Tensor | None, ...]]:
-        """Saves the top-k ids and scores, from which `refilled` computes everything else: what has P rows is large.
+    def for_backward(self, reads_experts: bool) -> tuple[SymmetricDispatcher, tuple[Tensor | None, ...]]:
+        """Saves the top-k ids and scores, from which `refilled` computes everything else: what has P rows is large. They have `experts`.
 
         The number of expert rows is saved as the size of an empty tensor.  Under activation checkpointing the tensors that the second
         forward saves are used with the dispatcher of the first, and with `sync_row_count` their numbers of expert rows may differ.
@@ -339,33 +340,39 @@ class SymmetricDispatcher(NamedTuple):
             mode: exchange._replace(sent=send_index(mode, experts, layout.experts, transport.world, most))
             for mode, exchange in bare.items()
         }
-        exchanges, index, scores = _index_expert_rows(exchanges, torch.cat((topk_ids.int(), score_bits), 1), layout, transport)
+        exchanges, index, scores = _index_expert_rows(exchanges, topk_ids.int(), score_bits.view(torch.float32), layout, transport)
         dispatch, combine = exchanges[self.dispatch.mode], exchanges[self.combine.mode]
         tables = experts, topk_ids, score_bits, layout
         return SymmetricDispatcher(dispatch, combine, index.offs, scores, index.expert_rows, *tables, self.tokens, self.expected_rows)
 
-    def start_scores_to_tokens(self, d_scores: Tensor) -> Callable[[], Tensor]:
+    def start_scores_to_tokens(self, d_scores: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
         transport = self.dispatch.transport
         rows = torch.ops.mxep.gather_or_zero(self.expert_rows, d_scores)  # (R, C)
         size = rows.numel() * rows.element_size()
         exchange = transport.open((_SCORES, size // transport.world), (size,), [], in_graphs=True)
-        return partial(self._scores_of_tokens, _Started(_all_to_all(exchange, transport, rows.chunk(transport.world))))
+        started = _Started(_all_to_all(exchange, transport, rows.chunk(transport.world)))
+        return partial(self._scores_of_tokens, started, columns, dtype)
 
-    def _scores_of_tokens(self, received: _Started) -> Tensor:
+    def _scores_of_tokens(self, received: _Started, columns: Tensor | None, dtype: torch.dtype) -> Tensor:
         rows = received()  # (R, C)
-        return rows.gather(0, score_rows(self.experts, self.layout.experts, rows.shape[0] // self.dispatch.transport.world))
+        slots = score_slots(self.experts, self.layout.experts, rows.shape[0] // self.dispatch.transport.world)
+        return torch.ops.mxep.gather_or_zero(slots, rows.flatten(), columns, dtype)
 
 
 def _index_expert_rows(
-    exchanges: dict[str, SymmetricRowExchange], table: Tensor, layout: _Layout, transport: SymmetricTransport, sync_row_count: bool = False
+    exchanges: dict[str, SymmetricRowExchange],
+    topk_ids: Tensor,
+    scores: Tensor,
+    layout: _Layout,
+    transport: SymmetricTransport,
+    sync_row_count: bool = False,
 ) -> tuple[dict[str, SymmetricRowExchange], ExpertRowIndex, Tensor]:
-    """The exchanges on the rank of the experts, the index of all ranks' table (R, 2C), and the score of each expert row (P,).
+    """The exchanges on the rank of the experts, the index of all ranks' top-k ids (R, C), and the score of each expert row (P,).
 
     With `sync_row_count`, P is the number of rows received, padded.
     """
-    *found, row_map, scores = torch.ops.mxep.index_topk_table(
-        table, transport.rank, layout.experts, layout.alignment, layout.num_expert_rows
-    )
+    sizes = layout.experts, layout.alignment, layout.num_expert_rows
+    *found, row_map, scores = torch.ops.mxep.index_topk(topk_ids, scores, transport.rank, *sizes)
     index = ExpertRowIndex(*found)
     if sync_row_count:
         count = int(index.offs[-1])  # host sync: asked for
@@ -429,7 +436,8 @@ def plan(
         transport.abort(error)  # the other ranks wait for both exchanges
         raise
     table = started_table()
-    exchanges, index, row_scores = _index_expert_rows(exchanges, table, layout, transport, spec.sync_row_count)
+    of_all = table[:, :C], table[:, C:].view(torch.float32)
+    exchanges, index, row_scores = _index_expert_rows(exchanges, *of_all, layout, transport, spec.sync_row_count)
     dispatch, combine = (exchanges[mode] for mode in spec.modes)
     expected_rows = None if spec.sync_row_count else -(-sum(counts) * C // world)
     topk_ids = score_bits = experts.new_empty(0)

@@ -103,8 +103,8 @@ def gradients(
     d_a = d_w = d_bias = None
     if ctx.bias_like is not None and needs_bias:
         d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
-    operands = gemm_operands(grad, gemm, pad_map, needs_a, needs_w)
     d_gemm = gemm if gemm is None or gemm.out_dtype == a_dtype else gemm._replace(out_dtype=a_dtype)
+    operands = gemm_operands(grad, d_gemm, pad_map, needs_a, needs_w)
     weights = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=tuple(dgrad_form))
     if needs_a:
         assert operands.gemm is not None
@@ -250,18 +250,21 @@ def to_mxfp8_then_scaled_grouped_mm(
     name = str(getattr(kernel_preference, "value", kernel_preference))
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
     options = gemm_options(A.device, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
-    return _mxfp8_grouped_mm(A, B_t, offs, bias, options, main_grad=main_grad)
+    return _checked_grouped_mm(A, B_t, offs, bias, out_dtype, options, main_grad)
 
 
-def _check_all(
+def _checked_grouped_mm(
     A: torch.Tensor,
     B_t: torch.Tensor,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
-    main_grad: torch.Tensor | None,
     out_dtype: torch.dtype,
+    options: GemmOptions | None,
+    main_grad: torch.Tensor | None,
+    weight_dtype: torch.dtype | None = None,
+    kept: CachedWeight | None = None,
 ) -> torch.Tensor:
-    """Raise ValueError unless all operands belong together; returns offs as int32."""
+    """Check what belongs together, then multiply: without options in high precision, of a weight that is rounded to `weight_dtype`."""
     reject_border(A, _WHERE)
     offs = check_operands(A, B_t, offs, out_dtype)
     if bias is not None:
@@ -269,20 +272,8 @@ def _check_all(
         check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
     if main_grad is not None:
         _check_main_grad(main_grad, B_t)
-    return offs
-
-
-def _mxfp8_grouped_mm(
-    A: torch.Tensor,
-    B_t: torch.Tensor,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: GemmOptions,
-    kept: CachedWeight | None = None,
-    main_grad: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Check what belongs together, then multiply; `kept` holds w's quantised forms from call to call."""
-    offs = _check_all(A, B_t, offs, bias, main_grad, options.out_dtype)
+    if options is None:
+        return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, None, weight_dtype, None, main_grad).to(out_dtype)
     if isinstance(A, MXTensor) and options.wgrad == "mxfp8":
         raise MXInputRequiresHPWgradError(
             f"{_WHERE}: A is an MXTensor, quantised 1x32 along K, and a 32x1 wgrad would have to quantise it again; pass wgrad_with_hp=True"
@@ -382,8 +373,7 @@ def recipe_grouped_mm(
         torch.Size([64, 96])
     """
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    if recipe.hp_below_rows and recipe.multiplies_in_hp(A.shape[0], B_t.shape[0]):
-        offs = _check_all(A, B_t, offs, bias, main_grad, out_dtype)
-        return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, None, weight_dtype, None, main_grad).to(out_dtype)
-    options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
-    return _mxfp8_grouped_mm(A, B_t, offs, bias, options, kept, main_grad)
+    options = None
+    if not (recipe.hp_below_rows and recipe.multiplies_in_hp(A.shape[0], B_t.shape[0])):
+        options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
+    return _checked_grouped_mm(A, B_t, offs, bias, out_dtype, options, main_grad, weight_dtype, kept)

@@ -7,7 +7,8 @@ Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_g
 
 Rows are in the experts' order, or are read through a row map (P,): the source row of each row, -1 for padding.  Received rows are read
 through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers; where MX rows are multiplied
-in high precision, the pass that dequantises them does.  Rows that an activation makes come rebased (`GemmOptions.rebased`).
+in high precision, the pass that dequantises them does.  Rows that an activation makes come rebased (`GemmOptions.rebased`), and plain rows
+in the experts' order are quantised and rebased in one pass.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Forms(NamedTuple):
 class GemmOperands(NamedTuple):
     """Rows as a GEMM and as a wgrad read them, None: not asked for; and the row map that both still need."""
 
-    gemm: Tensor | None
+    gemm: Tensor | RebasedRows | None
     wgrad: Operand | None
     row_map: Tensor | None
 
@@ -148,6 +149,11 @@ def gemm_operands(
 ) -> GemmOperands:
     """Rows (R, K), MX or plain, for a GEMM and for a wgrad. 32x1 blocks and high precision get a copy in the experts' order."""
     if gemm is not None and gemm.wgrad != "mxfp8":
+        if for_gemm and _rebases(rows, gemm, row_map):
+            if for_wgrad and gemm.wgrad == "mx":
+                qdata, scale, *rebased = direct.quantize_rows(rows, gemm.mode, gemm.rebased, True)
+                return GemmOperands(RebasedRows(*rebased), MXTensor(qdata, scale, rows.dtype), None)
+            return GemmOperands(rows, rows if for_wgrad and gemm.wgrad == "hp" else None, None)  # `_gemm` quantises them
         rows = shared_form(rows, gemm)
         return GemmOperands(rows if for_gemm else None, rows if for_wgrad and gemm.wgrad != "none" else None, row_map)
     rows = rows if row_map is None else gather(rows, row_map)
@@ -157,6 +163,11 @@ def gemm_operands(
         qdata, scale, qdata_t, scale_t = direct.quantize_rowwise_columnwise(rows, gemm.mode)
         return GemmOperands(MXTensor(qdata, scale, rows.dtype), Columnwise(qdata_t, scale_t), None)
     return GemmOperands(as_mx(rows, gemm.mode) if for_gemm else None, _columnwise(rows, gemm.mode) if for_wgrad else None, None)
+
+
+def _rebases(rows: Tensor, gemm: GemmOptions, row_map: Tensor | None) -> bool:
+    """Whether one pass makes of these rows what the GEMM reads: plain rows in order, on an FP8 path."""
+    return gemm.rebased is not None and row_map is None and not isinstance(rows, MXTensor)
 
 
 def saved_tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
@@ -383,9 +394,15 @@ def dgrad_gemm(
 
 
 def _gemm(rows: Tensor | RebasedRows, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
-    if weights.gemm is not None:
-        operand = rows if isinstance(rows, RebasedRows) else quantized(rows, weights.gemm.mode)
-        return mx_gemm(operand, weights.quantized(which), offs, weights.gemm, row_map, padding_rows)
+    if (gemm := weights.gemm) is not None:
+        operand: Bytes | RebasedRows
+        if isinstance(rows, RebasedRows):
+            operand = rows
+        elif _rebases(rows, gemm, row_map):
+            operand = RebasedRows(*direct.quantize_rows(rows, gemm.mode, gemm.rebased, False))
+        else:
+            operand = quantized(rows, gemm.mode)
+        return mx_gemm(operand, weights.quantized(which), offs, gemm, row_map, padding_rows)
     assert not isinstance(rows, RebasedRows)
     weight, rows = weights.concat(), row_values(rows, row_map, offs)
     return direct.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)

@@ -57,9 +57,9 @@ def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: M
 
 
 def router_gradients(
-    logits: Tensor, experts: Tensor, d_scores: Tensor, d_shares: Tensor, d_z: Tensor, config: MoEConfig, dtype: torch.dtype
+    logits: Tensor, experts: Tensor, d_scores: Tensor, d_shares: Tensor | None, d_z: Tensor | None, config: MoEConfig, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of the logits (T, E) in `dtype`, for the experts (T, C) int64 that were chosen."""
+    """Gradient of the logits (T, E) in `dtype`, for the experts (T, C) that were chosen; None for what has no gradient."""
     losses = d_shares if config.balance_loss else None, d_z if config.z_loss else None
     return torch.ops.mxep.router_backward(
         logits, experts, d_scores, *losses, config.score_function, config.renormalize, config.route_scale, dtype

@@ -25,10 +25,10 @@ def start_on_side_stream(work: nn.Module, x: Tensor) -> Callable[[], Tensor]:
         out = work(x.view_as(x))
         return lambda: out
     second = _second_stream(x.device)
-    there = _Fork.apply(x, second)
+    there = _Handover.apply(x, None, second)
     with torch.cuda.stream(second):
         out = work(there)
-    return lambda: _Join.apply(out, second)
+    return lambda: _Handover.apply(out, second, None)
 
 
 def _has_shards(work: nn.Module) -> bool:
@@ -45,39 +45,24 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _follow(first: torch.cuda.Stream, then: torch.cuda.Stream, held: Tensor) -> None:
-    """`then` waits for the work that is on `first` now, and may use `held`, a tensor of `first`."""
-    then.wait_stream(first)
-    held.record_stream(then)
+def _follow(first: torch.cuda.Stream | None, then: torch.cuda.Stream | None, held: Tensor) -> None:
+    """`then` waits for the work that is on `first` now, and may use `held`, a tensor of `first`; None: the current stream."""
+    current = torch.cuda.current_stream(held.device)
+    (then or current).wait_stream(first or current)
+    held.record_stream(then or current)
 
 
 @first_order
-class _Fork(torch.autograd.Function):
-    """x for the second stream. Backward: the current stream waits for the second one, gradients of weights included."""
+class _Handover(torch.autograd.Function):
+    """A tensor of the stream `first` for the stream `then`, see `_follow`; backward the other way round, gradients of weights included."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, second: torch.cuda.Stream) -> Tensor:
-        ctx.second = second
-        _follow(torch.cuda.current_stream(x.device), second, x)
+    def forward(ctx: Any, x: Tensor, first: torch.cuda.Stream | None, then: torch.cuda.Stream | None) -> Tensor:
+        ctx.first, ctx.then = first, then
+        _follow(first, then, x)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _follow(ctx.second, torch.cuda.current_stream(grads[0].device), grads[0])
-        return grads[0], None
-
-
-@first_order
-class _Join(torch.autograd.Function):
-    """The second stream's result for the current stream; backward the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, second: torch.cuda.Stream) -> Tensor:
-        ctx.second = second
-        _follow(second, torch.cuda.current_stream(out.device), out)
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _follow(torch.cuda.current_stream(grads[0].device), ctx.second, grads[0])
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _follow(ctx.then, ctx.first, grads[0])
+        return grads[0], None, None

@@ -219,13 +219,10 @@ class MXTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.alias.default, aten.clone.default):
-            mx = args[0]
-            return return_and_correct_aliasing(func, args, kwargs, MXTensor(func(mx.qdata), func(mx.scale), mx.orig_dtype))
-        if func is aten.view.default and tuple(args[1]) == tuple(args[0].shape):  # view_as itself, which FSDP's hooks call
-            mx = args[0]
-            kept = MXTensor(aten.alias.default(mx.qdata), aten.alias.default(mx.scale), mx.orig_dtype)
-            return return_and_correct_aliasing(func, args, kwargs, kept)
+        as_itself = func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)  # which FSDP's hooks call
+        if as_itself or func in (aten.detach.default, aten.alias.default, aten.clone.default):
+            mx, same = args[0], aten.alias.default if as_itself else func
+            return return_and_correct_aliasing(func, args, kwargs, MXTensor(same(mx.qdata), same(mx.scale), mx.orig_dtype))
         if func is aten._to_copy.default and kwargs.get("device") is not None and kwargs.get("dtype") in (None, args[0].orig_dtype):
             mx, device, lazily = args[0], kwargs["device"], bool(kwargs.get("non_blocking"))
             return MXTensor(mx.qdata.to(device, non_blocking=lazily), mx.scale.to(device, non_blocking=lazily), mx.orig_dtype)

@@ -117,6 +117,10 @@ def quantize_weight(call: Call) -> list[Tensor]:
     return [tensor for form in forms for tensor in form]
 
 
+def quantize_rows(call: Call) -> list[Tensor]:
+    return _forms(call.x, call.x.shape, "mx+rebased" if call.mx else "rebased", call.granularity)
+
+
 def rebase_weight(call: Call) -> tuple[Tensor, ...]:
     data = torch.empty_like(call.qdata, memory_format=torch.contiguous_format)
     return data, call.scale.new_empty(call.qdata.shape[:2], dtype=_FLOAT32)
@@ -168,10 +172,12 @@ def index_expert_rows(call: Call) -> tuple[Tensor, ...]:
     return tuple(call.experts.new_empty(shape, dtype=_INT32) for shape in shapes)
 
 
-def index_topk_table(call: Call) -> tuple[Tensor, ...]:
-    R, columns = call.table.shape
-    indices = ((R, columns // 2), (call.num_local_experts,), (call.num_expert_rows,), (call.num_expert_rows,))
-    return *(call.table.new_empty(shape) for shape in indices), call.table.new_empty(call.num_expert_rows, dtype=_FLOAT32)
+def index_topk(call: Call) -> tuple[Tensor, ...]:
+    return *index_expert_rows(call), *(call.experts.new_empty(call.num_expert_rows, dtype=dtype) for dtype in (_INT32, _FLOAT32))
+
+
+def sort_topk(call: Call) -> tuple[Tensor, ...]:
+    return tuple(call.experts.new_empty(call.experts.shape, dtype=dtype) for dtype in (torch.int64, _FLOAT32, torch.int16))
 
 
 def pack_topk(call: Call) -> Tensor:
@@ -194,7 +200,7 @@ def chunk_rows(call: Call) -> tuple[Tensor, ...]:
 
 
 def gather_or_zero(call: Call) -> Tensor:
-    return call.values.new_empty(call.index.shape)
+    return call.values.new_empty(call.index.shape, dtype=call.dtype)
 
 
 def exchange_rows(call: Call) -> Tensor:

@@ -1,23 +1,53 @@
-"""Which dense linear layers are faster in MXFP8 than as torch.nn.Linear in bf16, by their shape."""
+"""Which dense linear layers are faster in MXFP8 than as torch.nn.Linear in bf16, by their shape.
+
+The table of times is the file linear_gains.json, which `mxep bench report` writes from the records of `mxep bench linears`.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
+from typing import NamedTuple
+
 from mxep.recipe import Recipe
 
-# Forward plus backward of 32768 tokens on one H200, torch 2.11, ms, at commit c13768f: (K, N) of a weight (N, K) -> torch.nn.Linear in
-# bf16, and MXLinear with wgrad "hp" and "mx".
-MEASURED_MS: dict[tuple[int, int], dict[str, float]] = {
-    (512, 4096): {"bf16": 0.56, "hp": 1.98, "mx": 2.02},
-    (2048, 576): {"bf16": 0.33, "hp": 1.93, "mx": 2.34},
-    (2048, 2048): {"bf16": 1.02, "hp": 1.84, "mx": 2.16},
-    (2048, 2816): {"bf16": 1.46, "hp": 1.42, "mx": 1.99},
-    (2816, 2048): {"bf16": 1.47, "hp": 1.42, "mx": 1.63},
-    (2048, 3072): {"bf16": 1.55, "hp": 1.48, "mx": 1.58},
-    (2048, 4096): {"bf16": 2.06, "hp": 1.76, "mx": 1.56},
-    (4096, 2048): {"bf16": 2.06, "hp": 1.75, "mx": 1.56},
-    (2048, 10944): {"bf16": 5.94, "hp": 4.98, "mx": 4.17},
-}
+_TABLE = Path(__file__).with_suffix(".json")
 _LEAST_GAIN = 1.1  # below it, times of two runs differ as much
+
+
+class LinearTimes(NamedTuple):
+    """Forward plus backward of one linear layer on one GPU, in milliseconds.
+
+    Attributes:
+        device, commit: of the record.  T: tokens.  K, N: of a weight (N, K).
+        bf16: torch.nn.Linear, eager or compiled, whichever is faster.  hp, mx: `MXLinear`, by the wgrad of its recipe.
+    """
+
+    device: str
+    commit: str
+    T: int
+    K: int
+    N: int
+    bf16: float
+    hp: float
+    mx: float
+
+
+@functools.cache
+def measured_times() -> tuple[LinearTimes, ...]:
+    """The table; a shape that was measured on several GPUs has a row for each."""
+    return tuple(LinearTimes(**row) for row in json.loads(_TABLE.read_text()))
+
+
+@functools.cache
+def _gaining_shapes(wgrad: str) -> tuple[tuple[int, int], ...]:
+    """(K, N) of the shapes that gained on every GPU that measured them."""
+    gained: dict[tuple[int, int], bool] = {}
+    for row in measured_times():
+        ms = {"hp": row.hp, "mx": row.mx}[wgrad]
+        gained[row.K, row.N] = gained.get((row.K, row.N), True) and row.bf16 >= _LEAST_GAIN * ms
+    return tuple(shape for shape, does in gained.items() if does)
 
 
 def linear_gains(in_features: int, out_features: int, recipe: Recipe) -> bool:
@@ -36,10 +66,9 @@ def linear_gains(in_features: int, out_features: int, recipe: Recipe) -> bool:
 
     Examples:
         >>> recipe = mxep.Recipe.named("mxfp8_wgrad_with_mx")
-        >>> mxep.parallel.linear_gains(2048, 512, recipe), mxep.parallel.linear_gains(2048, 6144, recipe)
+        >>> mxep.parallel.linear_gains(2048, 512, recipe), mxep.parallel.linear_gains(2048, 10944, recipe)
         (False, True)
     """
     if recipe.gemm != "mxfp8" or recipe.wgrad == "mxfp8":
         return False
-    gained = (shape for shape, ms in MEASURED_MS.items() if ms["bf16"] >= _LEAST_GAIN * ms[recipe.wgrad])
-    return any(in_features >= K and out_features >= N for K, N in gained)
+    return any(in_features >= K and out_features >= N for K, N in _gaining_shapes(recipe.wgrad))

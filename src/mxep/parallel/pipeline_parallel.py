@@ -96,7 +96,8 @@ class Pipeline:
                 "Interleaved1F1B a multiple of the pipeline degree; raise the batch or --accumulate"
             )
         self.microbatches, self.has_first, self.has_last = microbatches, 0 in stages, count - 1 in stages
-        self.device, self._divisor = device, 1.0
+        self.device = device
+        self._divisor: float | Tensor = 1.0
         tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
         between = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
@@ -112,7 +113,7 @@ class Pipeline:
         else:
             self.schedule = Schedule1F1B(wrapped[0], microbatches, **options)
 
-    def step(self, inputs: Tensor, labels: Tensor, divisor: float, documents: tuple[Any, ...] | None = None) -> Tensor:
+    def step(self, inputs: Tensor, labels: Tensor, divisor: float | Tensor, documents: tuple[Any, ...] | None = None) -> Tensor:
         """Forward and backward of all microbatches; inputs and labels (microbatches * B, S).
 
         Every stage gets `documents`, of its tensors (microbatches * B, ...) the microbatch's part.
@@ -127,7 +128,7 @@ class Pipeline:
         """As `step`, without gradients."""
         return self._run(self.schedule.eval, inputs, labels, 1.0, documents)
 
-    def _run(self, run: Callable, inputs: Tensor, labels: Tensor, divisor: float, documents: tuple[Any, ...] | None) -> Tensor:
+    def _run(self, run: Callable, inputs: Tensor, labels: Tensor, divisor: float | Tensor, documents: tuple[Any, ...] | None) -> Tensor:
         self._divisor = divisor
         losses: list[Tensor] = []
         arguments = (inputs,) if self.has_first else ()

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mxep.comm.collective import gather_objects
 from mxep.json_files import parse_json_object, read_small_text, typed
 from mxep.train.durable_files import NotWrittenError
 from mxep.train.run_folder import checkpoint_name, discard, find_checkpoint, list_checkpoints, remove_unpublished, step_of
@@ -386,10 +387,7 @@ def _together(what: str, act: Callable[[], Any], group: dist.ProcessGroup | None
         result = act()
     except (*_KINDS, OSError, SafetensorError) as error:
         failure = (next((kind for kind in _KINDS if isinstance(error, kind)), OSError), str(error))
-    outcomes: list[Any] = [(failure, result)]
-    if dist.is_initialized():
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, (failure, result), group=group)
+    outcomes = gather_objects((failure, result), group)
     for rank, (failed, _) in enumerate(outcomes):
         if failed is not None:
             kind, message = failed

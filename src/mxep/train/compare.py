@@ -73,15 +73,12 @@ def summarize(runs: Runs) -> dict[str, Any]:
 
 def plot_comparison(runs: Runs, target: Path, counted: slice = _COUNTED) -> None:
     """Plot loss and tokens per second of all arms against the step; writes a PNG. `counted`: the steps that are timed."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (loss, speed) = pyplot.subplots(2, figsize=(8, 7), height_ratios=(3, 2), sharex=True, layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    loss, speed = figure.subplots(2, height_ratios=(3, 2), sharex=True)
     draw_comparison(loss, speed, runs, counted)
     figure.savefig(target, dpi=120)
-    pyplot.close(figure)
 
 
 def draw_comparison(loss: Any, speed: Any, runs: Runs, counted: slice = _COUNTED) -> None:

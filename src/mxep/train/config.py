@@ -247,6 +247,9 @@ class TrainConfig:
     """What --compile compiles, separated by commas: model; loss is accepted and has no effect."""
     compile_backend: Annotated[str, _also("compile.backend")] = "inductor"
     """Backend of torch.compile."""
+    cuda_graph: bool = False
+    """Run a step (forward, backward, clipping, optimizer) as a CUDA graph after a few eager ones: same numbers, no time between kernels.
+    Needs --fused-layer."""
     # checkpoint
     checkpoint: Annotated[bool, _also("checkpoint.enable")] = True
     """Write checkpoints; off, there is nothing to resume from (for speed measurements)."""

@@ -39,14 +39,11 @@ class ConvertConfig:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep convert <argv>`; returns the exit status: 2 for wrong arguments, 1 if the folder cannot be written."""
+    """Run `mxep convert <argv>`; returns the exit status, 1 if the folder cannot be written. Raises ValueError for wrong arguments."""
     config = tyro.cli(ConvertConfig, args=list(argv), prog=PROGRAM)
     try:
         for line in convert(config.run, config.out, config.dtype, config.drop_expert_bias):
             print(line)
-    except ValueError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
     except (OSError, SafetensorError) as error:
         print(f"{PROGRAM}: error: {config.out} was not written: {error}; make room there, or name another folder", file=sys.stderr)
         return 1

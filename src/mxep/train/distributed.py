@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mxep.comm import close_transports
+from mxep.comm.collective import gather_objects
 from mxep.device import default_device_type
 from mxep.train.rank_control import GUARD_VARIABLE, STORE_VARIABLE, is_second_request, stop_signals
 
@@ -123,8 +124,7 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         raise
     except BaseException as error:
         failure = error
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if failure is None else f"{type(failure).__name__}: {failure}", group=group)
+    failures = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", group)
     dist.destroy_process_group(group)
     if failure is not None:
         raise failure

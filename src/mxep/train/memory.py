@@ -38,8 +38,7 @@ class RankMemory:
     """Parameters of one rank and everything whose size follows from them, in bytes, for training on GPUs.
 
     Attributes:
-        experts, others: parameters in this rank's shards (a count, not bytes): routed experts, and everything else.
-        weights, gradients, moments: their shards, in the precision of the run; AdamW has two moments.
+        weights, gradients, moments: this rank's shards of them, in the precision of the run; AdamW has two moments.
         outside: bf16 weights of the embedding and the output projection, gathered from the start of a forward to its backward.
         gathered: bf16 weights of the layers that are gathered at the same time: two layers, in a pipeline all layers of the rank.
         summed: the largest gradient of one FSDP unit, in bf16 from backward and in float32 for the reduce-scatter.
@@ -49,8 +48,6 @@ class RankMemory:
         dense_layers, moe_layers: of this rank.
     """
 
-    experts: int
-    others: int
     weights: int
     gradients: int
     moments: int
@@ -259,39 +256,29 @@ def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int,
 def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes, precision: StatePrecision = _FLOAT32_STATE) -> RankMemory:
     """The `RankMemory` of this process' rank; its stages are built on the meta device."""
     stages = build_stages(shape, Build(recipe), meshes, torch.device("meta"), seed=0)
-    parameters = [(name, p) for model in stages.values() for name, p in model.named_parameters()]
-    return _count(shape, recipe, meshes.degrees, parameters, precision)
-
-
-def _count(
-    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, parameters: list[tuple[str, torch.nn.Parameter]], precision: StatePrecision
-) -> RankMemory:
-    own, moments = {"experts": 0, "others": 0}, 0
+    parameters = {name: p for model in stages.values() for name, p in model.named_parameters()}
+    degrees, count, moments = meshes.degrees, 0, 0
     whole: dict[str, dict[bool, int]] = {}  # gathered values by layer ("": outside of layers), then: of routed experts?
-    for name, parameter in parameters:
+    for name, parameter in parameters.items():
         routed = ".moe.experts." in name
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        own["experts" if routed else "others"] += local.numel()
+        count += local.numel()
         moments += precision.moment_bytes(parameter.shape, local.numel())
         layer = whole.setdefault(name.split(".")[1] if name.startswith("layers.") else "", {})
-        layer[routed] = layer.get(routed, 0) + parameter.numel() // (dims.ep if routed else 1)
-    count = own["experts"] + own["others"]
+        layer[routed] = layer.get(routed, 0) + parameter.numel() // (degrees.ep if routed else 1)
     outside = sum(whole.pop("", {}).values())
     layers = sorted((sum(groups.values()) for groups in whole.values()), reverse=True)
     experts = sum(groups.get(True, 0) for groups in whole.values())
     dense = sum(True not in groups for groups in whole.values())
-    has_loss = any(name == "output.weight" for name, _ in parameters)
     logits = CHUNK_TOKENS * shape.vocab_size * _BF16
     return RankMemory(
-        experts=own["experts"],
-        others=own["others"],
         weights=count * precision.torch_dtype.itemsize,
         gradients=count * precision.torch_dtype.itemsize,
         moments=moments,
         outside=outside * _BF16,
-        gathered=sum(layers if dims.pp > 1 else layers[:2]) * _BF16,
+        gathered=sum(layers if degrees.pp > 1 else layers[:2]) * _BF16,
         summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
-        loss=logits + 2 * shape.vocab_size * shape.dim * _FLOAT32 if has_loss else 0,
+        loss=logits + 2 * shape.vocab_size * shape.dim * _FLOAT32 if "output.weight" in parameters else 0,
         quantized=2 * (experts + experts // MX_BLOCK) if recipe.gemm == "mxfp8" else 0,
         dense_layers=dense,
         moe_layers=len(layers) - dense,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.progress import Progress
 
+from mxep.device import total_memory
 from mxep.extras import install_command
 from mxep.train.durable_files import append, replace_file
 from mxep.train.output import Output, console
@@ -74,17 +74,17 @@ class StepRecord:
 
 
 def memory_in_use(device: torch.device, extra_bytes: int = 0) -> tuple[float, float]:
-    """(GiB, share of the total): peak use so far of the GPU's memory, or on a CPU of the machine's.
+    """(GiB, share of `total_memory`): peak use so far of the memory of the GPU, or on a CPU of this process.
 
     `extra_bytes`: memory on the GPU outside of torch's allocator (symmetric memory). Memory of NCCL and CUDA is not counted.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device) + extra_bytes
-        return peak / GIB, peak / torch.cuda.mem_get_info(device)[1]
-    import resource
+    else:
+        import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return peak / GIB, peak / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak / GIB, peak / total_memory(device)
 
 
 def progress_notes(enabled: bool) -> Callable[[str], None]:
@@ -298,16 +298,12 @@ def smooth(values: list[float], span: int) -> list[float]:
 
 def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path, unit: str = "token") -> None:
     """Loss against step for runs by name: training loss faint and smoothed, held-out loss as points. Writes a PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    draw_losses(axes, runs, unit)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    draw_losses(figure.subplots(), runs, unit)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)
-    pyplot.close(figure)
     replace_file(target, drawn.getvalue())
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mxep.comm.collective import gather_objects
 from mxep.moe import MoE
 from mxep.mx import MXTensor, quantize_mx
 
@@ -98,6 +99,4 @@ class NumericsWatch:
                 records.append({"layer": name, "of": kind, **dict(zip(COUNTS, map(int, counts.tolist()), strict=True))})
         if self.pipeline is None:
             return records
-        stages: list[Any] = [None] * dist.get_world_size(self.pipeline)
-        dist.all_gather_object(stages, records, group=self.pipeline)
-        return [record for stage in stages for record in stage]
+        return [record for stage in gather_objects(records, self.pipeline) for record in stage]

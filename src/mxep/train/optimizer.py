@@ -136,7 +136,7 @@ def build_optimizer(
         groups.setdefault(parameter.ndim >= 2 and id(parameter) not in stacked, []).append((name, parameter))
     options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for decays, params in groups.items()]
     if precision == _FLOAT32:
-        return LocalAdamW(options, lr=lr, betas=BETAS, eps=_EPS, fused=True)
+        return LocalAdamW(options, lr=lr, betas=BETAS, eps=_EPS, fused=True, capturable=True)  # the fused step reads nothing on the host
     try:
         from mxep.train.low_memory_adamw import LowMemoryAdamW
     except ImportError as error:

@@ -114,7 +114,7 @@ def join_repeated(argv: Sequence[str]) -> list[str]:
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            field = option_names().get(name.removeprefix("--").replace("-", "_"))
+            field = field_of(word)
             groups.append([name, value] if equals and field in LISTS + COMMA_LISTS else [word])
             if field is not None and field in LISTS + COMMA_LISTS:
                 of_list.setdefault(field, []).append(groups[-1])
@@ -143,6 +143,15 @@ def option_names() -> dict[str, str]:
         aliases = [alias for note in getattr(hint, "__metadata__", ()) for alias in getattr(note, "aliases", None) or ()]
         names |= {name.removeprefix("--").replace("-", "_"): field for name in (field, *aliases)}
     return names
+
+
+def field_of(word: str) -> str | None:
+    """The field of the option that a word of the command line names, with or without a value; None for any other word.
+
+    >>> field_of("--training.seq-len=64"), field_of("--steps"), field_of("64")
+    ('seq_len', 'steps', None)
+    """
+    return option_names().get(word.partition("=")[0].removeprefix("--").replace("-", "_")) if word.startswith("--") else None
 
 
 def nearest(name: str) -> str:

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from mxep.comm.collective import gather_objects
 from mxep.device import total_memory
 from mxep.models.presets import ModelConfig
 from mxep.parallel import Meshes, Recompute
@@ -107,6 +107,5 @@ def agree_on_recompute(
     choices = recompute_choices(
         rank, shape, recipe if as_one else resolve_recipe("hp"), dims, sequences * settings.seq_len, dims.pp - stage, **options
     )
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (stage, highest_that_fits(choices, total_memory(device))))
+    found = gather_objects((stage, highest_that_fits(choices, total_memory(device))))
     return choices[min(number for of, number in found if of == stage)]

@@ -165,7 +165,7 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     Raises:
         ValueError: what `choose_model` raises, --no-assistant-only-loss without --chat, YaRN for a model without it, sequences longer than
             the model's, degrees that do not fit ranks, sequences, batch, layers or experts, options for dense linear layers that are not
-            converted.
+            converted, what a CUDA graph cannot hold.
     """
     # Not in `TrainConfig`: one of the two may come from the TOML file or the resumed run, which are read later.
     given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name)]
@@ -187,6 +187,8 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
                     f"--optimizer-in-backward with --{name}={value}, which needs all gradients before the first update; "
                     f"give --{name} {wanted}, or leave --optimizer-in-backward out"
                 )
+    if config.cuda_graph:
+        _check_recordable(config, device_type)
     choice = choose_model(config, device_type)
     model, shape = choice.name, choice.shape
     defaults_of, defaults = train_defaults(model, shape)
@@ -233,6 +235,28 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         checkpoint_every=config.checkpoint_every or min(-(-steps // 10), MAX_CHECKPOINT_EVERY),
         degrees=dims,
     )
+
+
+def _check_recordable(config: TrainConfig, device_type: str) -> None:
+    """Raise ValueError unless a step with these options can be a CUDA graph: the host does the same in every step, and waits in none."""
+    problems = (
+        (device_type != "cuda", f"device {device_type}", "want a GPU"),
+        (
+            not config.fused_layer,
+            "no --fused-layer",
+            "its separate blocks read on the host how many rows each rank sends; add --fused-layer",
+        ),
+        (config.pp > 1, f"--pp={config.pp}", "the host runs the schedule of a pipeline; give --pp 1"),
+        (
+            config.mask_documents,
+            "--mask-documents",
+            "the number and the length of documents, which launch attention, differ from step to step",
+        ),
+        (config.numerics_every is not None, f"--numerics-every={config.numerics_every}", "only some of the steps count codes"),
+    )
+    for problem, got, why in problems:
+        if problem:
+            raise ValueError(f"--cuda-graph with {got}: {why}, or leave --cuda-graph out")
 
 
 def routed_as_asked(shape: ModelConfig, config: TrainConfig) -> ModelConfig:

@@ -225,8 +225,8 @@ class MicrobatchRunner:
         inputs, labels, documents = self._moved(batch)
         return self.model(inputs, self.local_labels(labels), documents)
 
-    def backward(self, batches: Sequence[Batch], valid: float, before: Callable[[Tensor], None] | None = None) -> Tensor:
-        """Forward and backward of a step's `accumulate` batches, gradients of loss / valid; returns the loss summed on this rank, ().
+    def backward(self, batches: Sequence[Batch], valid: Tensor, before: Callable[[Tensor], None] | None = None) -> Tensor:
+        """Forward and backward of a step's `accumulate` batches, gradients of loss / valid (); returns the loss summed on this rank, ().
 
         `before` gets the loss of a batch, (), before its backward begins; not with a pipeline.
         """

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ from mxep.train.run_folder import (
 from mxep.train.run_lock import RunLock
 from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, copy_to_host
+from mxep.train.step_graph import StepGraph, check_capturable
 
 
 class Trainer:
@@ -116,6 +118,8 @@ class Trainer:
             self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {})
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
         self.transport = self._transport()
+        if config.cuda_graph:
+            check_capturable(ranks.device, None if self.transport is None else self.transport.name)
         shard = (self.meshes.data_rank, self.meshes.data_world)
         starts = (self.corpus.train_starts, self.corpus.held_out_starts) if config.mask_documents else (None, None)
         self.sequences = TrainingSequences(self.corpus.train, s.seq_len, s.batch, *shard, config.seed, starts[0])
@@ -141,9 +145,11 @@ class Trainer:
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
         projects = build.output.gemm == "mxfp8" and self.model.output is not None
         quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe or projects  # a pipeline stage may have dense layers only
-        self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
+        caches = config.cache_weights and quantized and not config.cuda_graph
+        self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if caches else None
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor, config.decay_ratio, config.decay_type)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT, lock)
+        self.graph = StepGraph(ranks.device) if config.cuda_graph else None
         self.clock = StepClock(ranks.device)
         self.skipped = SkippedSteps(config.max_skipped)
         self.step_count = 0
@@ -213,6 +219,7 @@ class Trainer:
         where = f"{ranks.world} {ranks.device.type} ranks" if ranks.world > 1 else f"1 {ranks.device.type} rank"
         compute = f"{'bf16' if ranks.device.type == 'cuda' else 'float32'} compute, {describe_state(self.precision)}"
         compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
+        compute += "" if not c.cuda_graph else ", steps as a CUDA graph" + (", not tested on several GPUs" if ranks.world > 1 else "")
         compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
         layers = self.model.moe_layers()
         masked = ", attention within documents" if c.mask_documents else ""
@@ -375,12 +382,24 @@ class Trainer:
 
     def step(self) -> PendingStep:
         """Launch one optimizer step over `accumulate` microbatches; returns what `finish` reads. A non-finite gradient skips the update."""
-        c = self.config
         self.clock.begin()
         self.model.train()
-        batches = [self.microbatches.pinned(self.sequences.next_batch()) for _ in range(c.accumulate)]
+        batches = [self.microbatches.pinned(self.sequences.next_batch()) for _ in range(self.config.accumulate)]
         valid, attended = self._count_everywhere(batches)
         lr = self.schedule.at(self.step_count)
+        update = self._update if self.graph is None else partial(self.graph, self._update)
+        figures = update(batches, *(torch.full((), value, dtype=torch.float32, device=self.ranks.device) for value in (valid, lr)))
+        self.step_count += 1
+        return PendingStep(self.step_count, lr, valid, attended, copy_to_host(figures), self.clock.end())
+
+    def _update(self, batches: Sequence[Batch], valid: Tensor, lr: Tensor) -> Tensor:
+        """Forward, backward and the optimizer's step; no value is read on the host. Returns `PendingStep.figures`, on the device.
+
+        Args:
+            batches: one for each microbatch.
+            valid, lr: () float32 on the device, as in `PendingStep`.
+        """
+        c = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.in_backward is None:
@@ -394,10 +413,8 @@ class Trainer:
             grad_norm = self.in_backward.norm()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.step_count += 1
         dist.all_reduce(loss_sum)
-        figures = torch.stack([loss_sum, grad_norm, *self.bias_hook.load(self.ranks.device)])
-        return PendingStep(self.step_count, lr, valid, attended, copy_to_host(figures), self.clock.end())
+        return torch.stack([loss_sum, grad_norm, *self.bias_hook.load(self.ranks.device)])
 
     def _count_everywhere(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """(targets that count, mean of the tokens that attention spans) over all ranks."""

@@ -1,5 +1,5 @@
 // An activation's gradient, and h once more, each to MX along its rows, to x's dtype, or to both: one read of dh and x, one write.
-// Include after hopper.cuh, mx_bytes.cuh, functions.cuh and columns.cuh; the reference is reference.activate_backward.
+// Include after hopper.cuh, mx_bytes.cuh, eight_columns.cuh, functions.cuh and columns.cuh; the reference is reference.activate_backward.
 //
 // Memory bounds it, and the number of instructions per value at the clock that the chip's power allows.  A lane takes 8 neighbouring
 // columns of ROWS rows: 16 bytes at a time, no barrier, addresses once; four lanes hold 32 columns.

@@ -13,7 +13,7 @@ import torch
 
 from mxep.device import compute_capability
 from mxep.ops.activation.arguments import INPUTS, check_activation, empty_forms
-from mxep.ops.activation.columns import LANE_COLUMNS, Variant, inputs_of
+from mxep.ops.activation.columns import Variant, inputs_of
 from mxep.ops.activation.forward import row_sums
 from mxep.ops.activation.functions import is_gated, swiglu_of
 from mxep.ops.activation.rebased import launch_rebased
@@ -23,7 +23,10 @@ from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
 from mxep.shapes import MX_BLOCK
 
-FILES = ("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "activation/functions.cuh", "activation/columns.cuh", "activation/backward.cu")
+FILES = (
+    *("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "quantize/eight_columns.cuh"),
+    *("activation/functions.cuh", "activation/columns.cuh", "activation/backward.cu"),
+)
 
 
 def options_of(variant: Variant, single_row: bool = False) -> dict[str, bool | int]:
@@ -99,7 +102,7 @@ def activate_backward(
             launch_rebased(variant, False, inputs, results, rebased, granularity, num_valid_rows, num_rows, groups)
         else:
             kernel = _kernel(x.device.index, variant, num_rows < tiles.ACTIVATION_LANE_ROWS)
-            lanes = -(-num_rows // kernel.options["ROWS"]) * (width // LANE_COLUMNS)
+            lanes = -(-num_rows // kernel.options["ROWS"]) * (width // tiles.LANE_COLUMNS)
             blocks = -(-lanes // kernel.threads) if num_valid_rows is None else min(-(-lanes // kernel.threads), tiles.LOOP_PROGRAMS)
             kernel.launch(x.device.index, blocks, *inputs, d_scores, *dx_parts, *h_parts, num_valid_rows, num_rows, groups)
     in_order = *dx_parts[:2], *(rebased or ()), dx_parts[2], *h_parts

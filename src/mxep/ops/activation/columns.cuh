@@ -1,53 +1,18 @@
 // Eight neighbouring columns of an activation: loads of x, dh and bias, values and gradients, MX scales that four lanes make together, and
 // stores.
-// Include after hopper.cuh, mx_bytes.cuh and functions.cuh.
+// Include after hopper.cuh, mx_bytes.cuh, quantize/eight_columns.cuh and functions.cuh.
 //
-//   maxima    of the values as floats with their signs dropped, NaN above all: half of what integers take
 //   scales    the lanes share the blocks of dx and h among them: each finishes one maximum and makes one scale of it, which
 //             costs a third of the exchange and of the arithmetic for all in each
 
-// Constants that the launcher puts in front.  SCALING: the rounding mode.  H: columns of h.  BIAS: 0 none, 1 bf16, 2 float32.
-// X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and h are.
-// WIDE: every row of x, dh and bias starts at a multiple of 16 bytes.
+// Constants that the launcher puts in front, beside those of eight_columns.cuh, whose WIDE is of x, dh and bias.
+// H: columns of h.  BIAS: 0 none, 1 bf16, 2 float32.  X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and
+// h are.
 
 // Without a gate x and dx have H columns and one part, and INTERLEAVED is false.
 constexpr int ROW_LANES = H / 8, BLOCKS = H / 32, PARTS = GATED ? 2 : 1, WIDTH = PARTS * H, X_BLOCKS = PARTS * BLOCKS;
-constexpr u32 ALL = ~0u;
 
-// The larger magnitude, NaN where one is NaN.
-__device__ __forceinline__ float larger(float a, float b) {
-  float o;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(o) : "f"(fabsf(a)), "f"(fabsf(b)));
-  return o;
-}
-__device__ __forceinline__ float largest(const float (&v)[8]) {
-  return larger(larger(larger(v[0], v[1]), larger(v[2], v[3])), larger(larger(v[4], v[5]), larger(v[6], v[7])));
-}
-
-// ---------------------------------------------------------------- eight neighbouring values in memory
-
-template <bool FLOAT> struct Eight {
-  u32 words[FLOAT ? 8 : 4];
-  __device__ __forceinline__ float operator[](int i) const {
-    if (FLOAT) return __uint_as_float(words[i]);
-    return __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
-  }
-};
-
-template <bool FLOAT> __device__ __forceinline__ Eight<FLOAT> load(const u8* at) {
-  Eight<FLOAT> v;
-#pragma unroll
-  for (int i = 0; i < (FLOAT ? 8 : 4); i += WIDE ? 4 : 1) {
-    u32* w = v.words + i;
-    if (WIDE)
-      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(at + 4 * i));
-    else if (FLOAT)
-      *w = __ldg((const u32*)at + i);
-    else
-      *w = __ldg((const unsigned short*)at + 2 * i) | __ldg((const unsigned short*)at + 2 * i + 1) << 16;
-  }
-  return v;
-}
+// ---------------------------------------------------------------- eight columns in memory
 
 // Eight columns of x: gates and ups from one place, or from two; without a gate the second part is the first.
 template <bool FLOAT> struct Pairs {
@@ -115,21 +80,12 @@ __device__ __forceinline__ void store(u8* at, const float (&v)[8]) {       // in
     *(uint4*)at = uint4{bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])};
   }
 }
-__device__ __forceinline__ uint2 codes(const float (&v)[8], float factor) {
-  u32 w[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) w[i] = __float_as_uint(v[i] * factor);
-  return uint2{pack4(w[0], w[1], w[2], w[3]), pack4(w[4], w[5], w[6], w[7])};
-}
 
 // ---------------------------------------------------------------- scales
 
 // Factors of this lane's blocks; the exponent of the block that this lane stores (`role_of`), and whether the block has a code that is
 // neither zero nor NaN.
 struct Scales { float first, second, h; u32 exponent; bool counts; };
-
-// Whether the largest magnitude of a block has a code that is neither zero nor NaN: half of e4m3's least number rounds to zero.
-__device__ __forceinline__ bool counts_in(float largest, float factor) { return largest * factor > 0x1p-10f; }
 
 // From a lane's largest magnitudes of the two parts of dx and of h, four lanes of `quarter` 0 .. 3 together.
 // The roles: concatenated gate, up, h, h; interleaved, where two lanes are a block of dx, dx, h, dx, h; without a gate the same, with
@@ -157,12 +113,10 @@ __device__ __forceinline__ Scales scales_of(float first, float second, float h, 
   return {__shfl_sync(ALL, factor, 0, 4), __shfl_sync(ALL, factor, 1, 4), __shfl_sync(ALL, factor, 2, 4), own.exponent, counts};
 }
 
-// Of h alone, whose largest magnitudes four lanes put together: the same in all of them.
+// Of h alone: the same in all four lanes.
 __device__ __forceinline__ Scales scale_of_h(float h) {
-  const float half = larger(h, __shfl_xor_sync(ALL, h, 1)), whole = larger(half, __shfl_xor_sync(ALL, half, 2));
-  const BlockScale scale = block_scale<SCALING>(__float_as_uint(whole));
-  const float factor = __uint_as_float(scale.factor);
-  return {factor, factor, factor, scale.exponent, counts_in(whole, factor)};
+  const FourLaneScale s = scale_of_block(h);
+  return {s.factor, s.factor, s.factor, s.exponent, s.counts};
 }
 
 // What the lane of that quarter has the exponent of: `block` of a row of dx or of h; nothing where it is not its own, see above.

@@ -11,7 +11,6 @@ from mxep.ops.activation.arguments import INPUTS, as_rows
 from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
 from mxep.recipe import SCALING_MODES
 
-LANE_COLUMNS = 8
 _LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
 
 

@@ -1,28 +1,13 @@
 // An activation (FORWARD), or its gradient, with the rows that an FP8 GEMM reads next rebased to one exponent each: h, or x's gradient.
-// The bytes are those of MX rows and a rebase of these, in one pass.  Include after hopper.cuh, mx_bytes.cuh, wide_rows.cuh, functions.cuh
-// and columns.cuh; the references are reference.activate and reference.activate_backward.
+// The bytes are those of MX rows and a rebase of these, in one pass.  Include after hopper.cuh, mx_bytes.cuh, eight_columns.cuh,
+// wide_rows.cuh, rows_in_memory.cuh, functions.cuh and columns.cuh; the references are reference.activate and
+// reference.activate_backward.
 //
-// A row's exponent needs all of the row, so a block of threads takes ROWS whole rows, whose codes wait in shared memory.
-//   1. a lane takes 8 neighbouring columns BATCH times, after it has loaded all of these: codes and exponents of what is rebased, and all
-//      other outputs as in backward.cu
-//   2. a warp takes a row: its largest exponent and, in a wide row, the target of each 128 columns
-//   3. a thread takes 16 codes at a time: times 2^(own exponent - target), and out
+// A block of threads takes ROWS whole rows (rows_in_memory.cuh).  First a lane takes 8 neighbouring columns BATCH times, after it has loaded
+// all of these: codes and exponents of what is rebased, and all other outputs as in backward.cu.
 
-// Constants that the launcher puts in front.  ROWS: of a block.  BATCH: what a lane loads ahead.  MIN_BLOCKS: on a multiprocessor.
-// BLOCK_SCALES: a row may have one scale per 128 columns.  DX_MX, DX_HP, H_MX, H_HP: other outputs, of which FORWARD has H_HP alone.
-// NUM_VALID: rows from *num_valid_rows on are not written, and thread blocks loop.
-
-constexpr int REBASED_WIDTH = FORWARD ? H : WIDTH, PIECES = REBASED_WIDTH / 16, MX_BLOCKS = REBASED_WIDTH / 32;
-constexpr int BLOCKS_128 = (REBASED_WIDTH + 127) / 128, RANGES = (BLOCKS_128 + 31) / 32;
-constexpr u32 ZEROS = 254;                               // for the exponent of a block of zeros; a NaN block has 255, others have less
-
-// The exponents of some MX blocks that count: the largest, and in the upper half 255 - the smallest, so that max2 joins two of them.
-// 0: none counts.
-__device__ __forceinline__ u32 range_of(u32 exponent) { return exponent | (255 - exponent) << 16; }
-__device__ __forceinline__ int top_of(u32 range) { return range & 255; }
-__device__ __forceinline__ int low_of(u32 range) { return 255 - (range >> 16); }
-
-struct Memory { u8 codes[ROWS * REBASED_WIDTH], exponents[ROWS][4 * BLOCKS_128], targets[ROWS][BLOCKS_128]; };
+// Constants that the launcher puts in front.  BATCH: what a lane loads ahead.  MIN_BLOCKS: on a multiprocessor.  DX_MX, DX_HP, H_MX, H_HP:
+// other outputs, of which FORWARD has H_HP alone.  NUM_VALID: rows from *num_valid_rows on are not written, and thread blocks loop.
 
 // Inputs and outputs as backward.cu has them; those of the gradient are not read in FORWARD.
 // out (T, REBASED_WIDTH), scale (T,), block_scale (BLOCKS_128, T) with block_scale_row floats between rows: as in rebase_rows.cu.
@@ -34,7 +19,7 @@ activation_rebased(const u8* __restrict__ dh, long long dh_row, const u8* __rest
                    float* __restrict__ block_scale, long long block_scale_row, int max_spread, const int* __restrict__ num_valid_rows,
                    int T, int G) {
   extern __shared__ __align__(16) u8 bytes[];
-  Memory& memory = *(Memory*)bytes;
+  RowsInMemory& memory = *(RowsInMemory*)bytes;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4;
 
   auto quantize = [&](u32 row_0, u32 rows) {
@@ -70,7 +55,7 @@ activation_rebased(const u8* __restrict__ dh, long long dh_row, const u8* __rest
                                  : scales_of(largest(v.dx[0]), largest(v.dx[PARTS - 1]), H_MX ? largest(v.h) : 0, quarter);
         const Role role = role_of(column, quarter);
         if (mine && role.own) {
-          if (role.of_h == FORWARD) memory.exponents[in_block][role.block] = s.counts || s.exponent == 255 ? s.exponent : ZEROS;
+          if (role.of_h == FORWARD) memory.exponents[in_block][role.block] = kept_exponent(s.exponent, s.counts);
           if (role.of_h ? H_MX : DX_MX) (role.of_h ? h_s + (u64)row * BLOCKS : dx_s + (u64)row * X_BLOCKS)[role.block] = s.exponent;
         }
         if (!FORWARD && mine) {
@@ -98,69 +83,14 @@ activation_rebased(const u8* __restrict__ dh, long long dh_row, const u8* __rest
     }
   };
 
-  auto find_targets = [&](u32 row_0, u32 rows) {
-    for (u32 i = warp; i < rows; i += THREADS / 32) {
-      auto range = [&](int part) {                       // of the lane's 128 columns
-        const u32 block = 32 * part + lane;
-        if (block >= BLOCKS_128) return 0u;
-        const u32 four = *(const u32*)(memory.exponents[i] + 4 * block);
-        u32 w = 0;
-#pragma unroll
-        for (u32 j = 0; j < 4; ++j) {
-          const u32 e = four >> 8 * j & 255;
-          if (e < ZEROS && (MX_BLOCKS % 4 == 0 || 4 * block + j < MX_BLOCKS)) w = max2(w, range_of(e));
-        }
-        return w;
-      };
-      u32 all = 0;
-#pragma unroll
-      for (int part = 0; part < RANGES; ++part) all = max2(all, range(part));
-      const int top = __reduce_max_sync(ALL, all & 255), low = 255 - (int)__reduce_max_sync(ALL, all >> 16);
-      const bool wide = BLOCK_SCALES && max(top - low, 0) > max_spread;
-      int base = wide ? 127 : top;
-      if (wide && top - low <= FAR) {                    // near the lowest block, or near the highest one, where more 128-column blocks lie
-        int near_low = 0, near_top = 0, low_base = 0;
-#pragma unroll
-        for (int part = 0; part < RANGES; ++part) {
-          const u32 w = range(part);
-          const bool lower = w && top_of(w) <= low + NEAR;
-          low_base = lower ? max(low_base, top_of(w)) : low_base;
-          near_low += lower, near_top += w && low_of(w) >= top - NEAR;
-        }
-        near_low = __reduce_add_sync(ALL, near_low), near_top = __reduce_add_sync(ALL, near_top);
-        low_base = __reduce_max_sync(ALL, low_base);
-        base = near_low > near_top ? low_base : top;
-      }
-#pragma unroll
-      for (int part = 0; part < RANGES; ++part) {
-        const u32 block = 32 * part + lane, w = range(part);
-        if (block >= BLOCKS_128) continue;
-        const bool shares = !wide || !w || top_of(w) <= base && low_of(w) >= base - NEAR;
-        const int target = shares ? base : top_of(w);
-        memory.targets[i][block] = target;
-        if (wide) block_scale[block * block_scale_row + row_0 + i] = power_of_two(target - base + 127);
-      }
-      if (lane == 0) scale[row_0 + i] = wide ? -power_of_two(base) : power_of_two(top);
-    }
-  };
-
-  auto write = [&](u32 row_0, u32 rows) {
-    u8* to = out + (u64)row_0 * REBASED_WIDTH;
-    for (u32 piece = threadIdx.x; piece < rows * PIECES; piece += THREADS) {
-      const u32 row = piece / PIECES, in_row = piece % PIECES;
-      const int own = memory.exponents[row][in_row / 2], target = memory.targets[row][in_row / 8];
-      *(uint4*)(to + 16 * piece) = rebased(*(const uint4*)(memory.codes + 16 * piece), target - own, own);
-    }
-  };
-
   const u32 end = NUM_VALID ? min(__ldg(num_valid_rows), T) : T;
   for (u32 row_0 = blockIdx.x * ROWS; row_0 < end; row_0 += gridDim.x * ROWS) {
     const u32 rows = min(u32(ROWS), end - row_0);
     quantize(row_0, rows);
     __syncthreads();
-    find_targets(row_0, rows);
+    find_targets(memory, row_0, rows, max_spread, scale, block_scale, block_scale_row);
     __syncthreads();
-    write(row_0, rows);
+    write_rebased(memory, row_0, rows, out);
     if (!NUM_VALID) break;
     __syncthreads();
   }

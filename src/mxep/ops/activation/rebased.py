@@ -12,52 +12,32 @@ from typing import Any
 import torch
 
 from mxep.device import compute_capability
-from mxep.ops.activation.columns import LANE_COLUMNS, Variant, inputs_of
+from mxep.ops.activation.columns import Variant, inputs_of
 from mxep.ops.activation.functions import is_gated, swiglu_of
-from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, MAX_SPREAD, RebasedRows, empty_rebased
+from mxep.ops.grouped_gemm.hopper.quantize_rows import HEADERS, check_width, rows_of_block, shared_bytes
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, RebasedRows, empty_rebased
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
 from mxep.shapes import cdiv
 
-FILES = (
-    *("runtime/hopper.cuh", "runtime/mx_bytes.cuh", "grouped_gemm/hopper/wide_rows.cuh"),
-    *("activation/functions.cuh", "activation/columns.cuh", "activation/rebased.cu"),
-)
-_SHARED_BYTES = 227 * 1024  # of a block, on Hopper
-
-
-def _rows_of_block(width: int) -> int:
-    """Rows that leave the fewest lanes idle, as few of them as do.
-
-    >>> [_rows_of_block(width) for width in (32, 768, 1408, 2048, 14336)]
-    [128, 16, 11, 2, 1]
-    """
-    lanes, at_once = width // LANE_COLUMNS, tiles.REBASED_THREADS * tiles.REBASED_BATCH
-    most = max(tiles.REBASED_STEPS * at_once // lanes, 1)
-    return max(range(1, most + 1), key=lambda rows: (rows * lanes / (at_once * cdiv(rows * lanes, at_once)), -rows))
+FILES = (*HEADERS, "activation/functions.cuh", "activation/columns.cuh", "activation/rebased.cu")
 
 
 def options_of(variant: Variant, forward: bool, block_scales: bool) -> dict[str, bool | int]:
     """The constants in front of rebased.cu."""
     batch = 1 if torch.float32 in (variant.x, variant.dh) else tiles.REBASED_BATCH
-    shape = {"ROWS": _rows_of_block(variant.width), "BATCH": batch, "THREADS": tiles.REBASED_THREADS}
+    width = variant.width * (1 if forward else 1 + is_gated(variant.activation))
+    shape = {"ROWS": rows_of_block(variant.width), "REBASED_WIDTH": width, "BATCH": batch, "THREADS": tiles.REBASED_THREADS}
     kind = {"MIN_BLOCKS": tiles.REBASED_MIN_BLOCKS[not forward], "FORWARD": forward, "BLOCK_SCALES": block_scales}
     return {**shape, **kind, **variant.options()}
 
 
-def shared_bytes(rows: int, width: int) -> int:
-    """Of so many rebased rows: codes, an exponent for 32 of them, a target for 128."""
-    return rows * (width + 5 * cdiv(width, BLOCK_128))
-
-
 @functools.cache
-def _kernel(device: int, variant: Variant, forward: bool, block_scales: bool, width: int) -> Kernel:
+def _kernel(device: int, variant: Variant, forward: bool, block_scales: bool) -> Kernel:
     major, minor = compute_capability(device)
     options = options_of(variant, forward, block_scales)
-    needed = shared_bytes(options["ROWS"], width)
-    if needed > _SHARED_BYTES:
-        most = _SHARED_BYTES * BLOCK_128 // (BLOCK_128 + 5)
-        raise ValueError(f"activate: rebased rows of {width} values, want at most {most}, which fit into shared memory; ask for 'mx'")
+    check_width("activate", options["REBASED_WIDTH"], "ask for 'mx'")
+    needed = shared_bytes(options["ROWS"], options["REBASED_WIDTH"])
     return Kernel("activation_rebased", FILES, options, options["THREADS"], needed, chip=f"sm_{major}{minor}")
 
 
@@ -73,8 +53,8 @@ def launch_rebased(
     groups: int,
 ) -> None:
     """Write `out` and what else there is of `results`: the scores' gradient in parts, then MX data, scales and values of dx and of h."""
-    width, device = out.data.shape[1], out.data.device.index
-    kernel = _kernel(device, variant, forward, out.block_scale is not None, width)
+    device = out.data.device.index
+    kernel = _kernel(device, variant, forward, out.block_scale is not None)
     blocks = cdiv(num_rows, kernel.options["ROWS"])
     blocks = blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS)
     scales = out.scale, out.block_scale, 0 if out.block_scale is None else out.block_scale.stride(0), MAX_SPREAD[granularity]

@@ -5,33 +5,34 @@
 //   write   the blocks of `count` again: the starts of the experts' groups plus the ids before this warp's give each id its row
 //
 // Constants that the launcher puts in front.  ITEMS: ids of a thread.  THREADS: of a block.  LONG: int64 experts, else int32.
-// TABLE: a row of the table has `columns` experts, then the bits of as many scores.  This rank's experts begin at `lowest`.  Each expert row
-// also gets its table row and its score.
+// SCORES: ids have scores, and each expert row also gets its id's row and score.  This rank's experts begin at `lowest`.
 //
 // The lanes of a warp that hold equal keys find each other by match.any, so the result does not depend on the order of execution.
 
 constexpr int WARPS = THREADS / 32, WARP_ITEMS = 32 * ITEMS, TILE = WARPS * WARP_ITEMS;
 
-struct Table {  // what TABLE takes and writes
-  int columns, lowest;
-  int* table_rows;                                            // (num_expert_rows,)
-  u32* scores;                                           // (num_expert_rows,), bits
+struct Scored {  // what SCORES takes and writes
+  const u32* scores;                                     // (rows, columns), bits
+  int columns, experts_row, scores_row, lowest;          // values from row to row of experts and of scores
+  int* rows;                                             // (num_expert_rows,)
+  u32* row_scores;                                       // (num_expert_rows,), bits
 };
 
-// Where the expert of top-k id `at` is in a table; below 2^32, as there are fewer than 2^31 ids.
-__device__ __forceinline__ u32 in_table(u32 at, u32 columns) {
-  return at + at / columns * columns;
+// Where top-k id `at` is in a matrix whose rows are `row` values apart.
+__device__ __forceinline__ long long in_rows(u32 at, u32 columns, int row) {
+  return (long long)(at / columns) * row + at % columns;
 }
 
 // The expert of top-k id `at`, groups where it is not here (a key wider than 32 bits wraps around and is compared before it is cut).
-__device__ __forceinline__ u32 key_at(const void* experts, int at, int count, u32 groups, const Table& source) {
+__device__ __forceinline__ u32 key_at(const void* experts, int at, int count, u32 groups, const Scored& source) {
   if (at >= count) return groups;
-  if (TABLE) return min((u32)(((const int*)experts)[in_table(at, source.columns)] - source.lowest), groups);
+  const long long from = SCORES ? in_rows(at, source.columns, source.experts_row) : at;
+  const int lowest = SCORES ? source.lowest : 0;
   if (LONG) {
-    const long long wide = ((const long long*)experts)[at];
+    const long long wide = ((const long long*)experts)[from] - lowest;
     return wide >= 0 && wide < groups ? (u32)wide : groups;
   }
-  return min((u32)((const int*)experts)[at], groups);
+  return min((u32)(((const int*)experts)[from] - lowest), groups);
 }
 
 // Top-k ids of each expert in this warp's part of the tile, into mine[groups]; only the warp itself touches it.
@@ -44,7 +45,7 @@ __device__ __forceinline__ void count_warp(const u32 (&keys)[ITEMS], u32* mine, 
   }
 }
 
-__device__ __forceinline__ void load_keys(u32 (&keys)[ITEMS], const void* experts, int count, u32 groups, u32 tid, const Table& source) {
+__device__ __forceinline__ void load_keys(u32 (&keys)[ITEMS], const void* experts, int count, u32 groups, u32 tid, const Scored& source) {
   const int first = blockIdx.x * TILE + tid / 32 * WARP_ITEMS + tid % 32;
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) keys[i] = key_at(experts, first + i * 32, count, groups, source);
@@ -53,15 +54,16 @@ __device__ __forceinline__ void load_keys(u32 (&keys)[ITEMS], const void* expert
 // experts (count,), counts (groups, tiles); topk_ids (num_expert_rows,) and what describes them are cleared on the way.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 expert_rows_count(const void* __restrict__ experts, int count, int groups, u32* __restrict__ counts, int* __restrict__ topk_ids,
-                  int num_expert_rows, int columns, int lowest, int* __restrict__ table_rows, u32* __restrict__ scores) {
-  const Table source{columns, lowest, table_rows, scores};
+                  int num_expert_rows, const u32* __restrict__ scores, int columns, int experts_row, int scores_row, int lowest,
+                  int* __restrict__ rows, u32* __restrict__ row_scores) {
+  const Scored source{scores, columns, experts_row, scores_row, lowest, rows, row_scores};
   extern __shared__ u32 table[];                         // (WARPS, groups)
   const u32 tid = threadIdx.x;
   for (long long p = (long long)blockIdx.x * THREADS + tid; p < num_expert_rows; p += (long long)gridDim.x * THREADS) {
     topk_ids[p] = -1;
-    if (TABLE) {
-      table_rows[p] = -1;
-      scores[p] = 0;
+    if (SCORES) {
+      rows[p] = -1;
+      row_scores[p] = 0;
     }
   }
   for (u32 i = tid; i < WARPS * groups; i += THREADS) table[i] = 0;
@@ -118,8 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) expert_rows_scan(u32* __re
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 expert_rows_write(const void* __restrict__ experts, int count, int groups, const u32* __restrict__ counts, const u32* __restrict__ totals,
             int alignment, int* __restrict__ expert_rows, int* __restrict__ ends, int* __restrict__ topk_ids,
-                  int num_expert_rows, int columns, int lowest, int* __restrict__ table_rows, u32* __restrict__ scores) {
-  const Table source{columns, lowest, table_rows, scores};
+                  int num_expert_rows, const u32* __restrict__ scores, int columns, int experts_row, int scores_row, int lowest,
+                  int* __restrict__ rows, u32* __restrict__ row_scores) {
+  const Scored source{scores, columns, experts_row, scores_row, lowest, rows, row_scores};
   extern __shared__ u32 table[];                         // (WARPS, groups): counts, then the row of each warp's next id
   const u32 tid = threadIdx.x, lane = tid % 32;
   u32* mine = table + tid / 32 * groups;
@@ -158,9 +161,9 @@ expert_rows_write(const void* __restrict__ experts, int count, int groups, const
     if (at < count) expert_rows[at] = here ? (int)expert_row : -1;
     if (!here || expert_row >= num_expert_rows) continue;
     topk_ids[expert_row] = at;
-    if (TABLE) {
-      table_rows[expert_row] = at / columns;
-      scores[expert_row] = ((const u32*)experts)[in_table(at, columns) + columns];
+    if (SCORES) {
+      rows[expert_row] = at / columns;
+      row_scores[expert_row] = scores[in_rows(at, columns, scores_row)];
     }
   }
 }

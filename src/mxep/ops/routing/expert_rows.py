@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mxep.device import compute_capability
-from mxep.ops.routing.index_reference import check_index_expert_rows, check_index_topk_table
+from mxep.ops.routing.index_reference import check_index_expert_rows, check_index_topk
 from mxep.ops.runtime.nvrtc import Kernel
 
 FILES = ("runtime/hopper.cuh", "routing/expert_rows.cu")
@@ -17,52 +17,50 @@ _MOST_EXPERTS = 2048  # whose counts, one for each warp of a block, fit into sha
 _INT_BYTES = 4
 
 
-def options_of(kind: str) -> dict[str, bool | int]:
-    """The constants in front of expert_rows.cu; kind: "int32" or "int64" experts, or the "table" of all ranks' ids."""
-    return {"ITEMS": _ITEMS, "THREADS": _THREADS, "LONG": kind == "int64", "TABLE": kind == "table"}
+def options_of(long: bool, scored: bool) -> dict[str, bool | int]:
+    """The constants in front of expert_rows.cu; long: int64 experts, else int32; scored: for `index_topk`."""
+    return {"ITEMS": _ITEMS, "THREADS": _THREADS, "LONG": long, "SCORES": scored}
 
 
 @functools.cache
-def _kernel(device: int, entry: str, kind: str, num_local_experts: int) -> Kernel:
+def _kernel(device: int, entry: str, long: bool, scored: bool, num_local_experts: int) -> Kernel:
     major, minor = compute_capability(device)
     shared = 0 if entry == "expert_rows_scan" else _THREADS // 32 * num_local_experts * _INT_BYTES
-    return Kernel(entry, FILES, options_of(kind), _THREADS, shared, chip=f"sm_{major}{minor}")
+    return Kernel(entry, FILES, options_of(long, scored), _THREADS, shared, chip=f"sm_{major}{minor}")
 
 
-class _Table(NamedTuple):
-    """A table of top-k ids: its columns, the first expert of this rank; the table row and the score of each expert row."""
+class _Scored(NamedTuple):
+    """Arguments of `index_topk`: scores, columns, values from row to row of experts and scores, this rank's first expert; its results."""
 
-    columns: int = 0
-    lowest: int = 0
-    table_rows: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    columns: int = 0
+    experts_row: int = 0
+    scores_row: int = 0
+    lowest: int = 0
+    rows: torch.Tensor | None = None
+    row_scores: torch.Tensor | None = None
 
 
 def _index(
-    experts: torch.Tensor,
-    shape: tuple[int, int],
-    num_local_experts: int,
-    alignment: int,
-    topk_ids: torch.Tensor,
-    kind: str,
-    table: _Table,
+    experts: torch.Tensor, num_local_experts: int, alignment: int, topk_ids: torch.Tensor, scored: _Scored
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert rows of top-k ids of that shape, and the ends of the groups; fills `topk_ids` (P,) and the outputs in `table`."""
+    """Expert rows of top-k ids (R, C), and the ends of the groups; fills `topk_ids` (P,) and the results in `scored`."""
     if num_local_experts > _MOST_EXPERTS:
         raise ValueError(f"index_expert_rows: {num_local_experts} experts on one GPU, want at most {_MOST_EXPERTS}; use more ranks")
-    device, count, num_expert_rows = experts.device.index, shape[0] * shape[1], topk_ids.shape[0]
+    device, count, num_expert_rows = experts.device.index, experts.numel(), topk_ids.shape[0]
+    kind = experts.dtype == torch.int64, scored.scores is not None
     tiles = max(1, -(-count // (_THREADS * _ITEMS)))
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
-    counts, expert_rows, ends = ints(num_local_experts * (tiles + 1)), ints(*shape), ints(num_local_experts)
+    counts, expert_rows, ends = ints(num_local_experts * (tiles + 1)), ints(*experts.shape), ints(num_local_experts)
     totals = counts[num_local_experts * tiles :]
 
     def launch(entry: str, blocks: int, *arguments: object) -> None:
-        _kernel(device, entry, kind, num_local_experts).launch(device, blocks, *arguments)
+        _kernel(device, entry, *kind, num_local_experts).launch(device, blocks, *arguments)
 
-    launch("expert_rows_count", tiles, experts, count, num_local_experts, counts, topk_ids, num_expert_rows, *table)
+    launch("expert_rows_count", tiles, experts, count, num_local_experts, counts, topk_ids, num_expert_rows, *scored)
     launch("expert_rows_scan", num_local_experts, counts, totals, tiles)
     launch(
         "expert_rows_write",
@@ -77,7 +75,7 @@ def _index(
         ends,
         topk_ids,
         num_expert_rows,
-        *table,
+        *scored,
     )
     return expert_rows, ends
 
@@ -99,30 +97,32 @@ def index_expert_rows(
     """
     check_index_expert_rows(experts, num_local_experts, alignment, num_expert_rows)
     topk_ids = torch.empty(num_expert_rows, dtype=torch.int32, device=experts.device)
-    kind = "int64" if experts.dtype == torch.int64 else "int32"
-    R, C = experts.shape
-    return *_index(experts.contiguous(), (R, C), num_local_experts, alignment, topk_ids, kind, _Table()), topk_ids
+    return *_index(experts.contiguous(), num_local_experts, alignment, topk_ids, _Scored()), topk_ids
 
 
-def index_topk_table(
-    table: torch.Tensor, rank: int, num_local_experts: int, alignment: int, num_expert_rows: int
+def index_topk(
+    experts: torch.Tensor, scores: torch.Tensor, rank: int, num_local_experts: int, alignment: int, num_expert_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`index_expert_rows` of all ranks' tables, and the contents of each expert row.
+    """`index_expert_rows` of top-k ids among the experts of all ranks, and the contents of each expert row.
 
     Args:
-        table: (R, 2C) int32, experts and the bits of their scores.  rank: whose experts, from rank * L on, are here.
+        experts: (R, C) int32 or int64.  scores: (R, C) float32.  Both any strides (copied first unless the last one is 1).
+        rank: whose experts, from rank * L on, are here.
         num_local_experts, alignment, num_expert_rows: as in `index_expert_rows`.
 
     Returns:
-        expert rows (R, C), END offsets (L,), top-k ids (P,); the table row of each (P,) int32, -1 in padding; its score (P,)
-        float32, 0 in padding.
+        expert rows (R, C), END offsets (L,), top-k ids (P,); the row of each id (P,) int32, -1 in padding; its score (P,) float32, 0 in
+        padding.
 
     Raises:
-        ValueError: as `index_expert_rows`.
+        ValueError: scores that do not fit, or as `index_expert_rows`.
     """
-    check_index_topk_table(table, num_local_experts, alignment, num_expert_rows)
-    R, C = table.shape[0], table.shape[1] // 2
-    topk_ids, table_rows = (torch.empty(num_expert_rows, dtype=torch.int32, device=table.device) for _ in range(2))
-    scores = torch.empty(num_expert_rows, dtype=torch.float32, device=table.device)
-    source = _Table(max(C, 1), rank * num_local_experts, table_rows, scores)
-    return *_index(table.contiguous(), (R, C), num_local_experts, alignment, topk_ids, "table", source), topk_ids, table_rows, scores
+    check_index_topk(experts, scores, num_local_experts, alignment, num_expert_rows)
+    experts = experts if experts.stride(1) == 1 else experts.contiguous()
+    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    topk_ids = torch.empty(num_expert_rows, dtype=torch.int32, device=experts.device)
+    rows = torch.empty_like(topk_ids)
+    row_scores = torch.empty(num_expert_rows, dtype=torch.float32, device=experts.device)
+    shape = max(experts.shape[1], 1), experts.stride(0), scores.stride(0)
+    scored = _Scored(scores, *shape, rank * num_local_experts, rows, row_scores)
+    return *_index(experts, num_local_experts, alignment, topk_ids, scored), topk_ids, rows, row_scores

@@ -6,12 +6,83 @@ import torch
 import triton
 import triton.language as tl
 
-from mxep.ops.routing.index_reference import MODES, check_pack_topk, check_send_index
+from mxep.ops.routing.index_reference import INVALID_TOPK, MODES, check_pack_topk, check_send_index, check_sort_topk
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import cdiv, next_power_of_2
 
 _NO_ROW = tl.constexpr(2**31 - 1)  # past every row
+_INVALID_TOPK = tl.constexpr(INVALID_TOPK)
+
+
+@triton.jit(do_not_specialize=["T", "E"])
+def _sort_topk_kernel(
+    experts,  # (T, C) int64
+    scores,  # (T, C), any float
+    sorted_experts,  # (T, C) int64
+    sorted_scores,  # (T, C) float32
+    columns,  # (T, C) int16
+    T,
+    E,
+    C: tl.constexpr,
+    LOWEST: tl.constexpr,  # the lowest valid expert
+    DUPLICATES: tl.constexpr,  # a row may have an expert twice
+    TOKENS: tl.constexpr,
+    TOPK: tl.constexpr,  # C as a power of two
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, TOPK)[None, :]
+    there = (token < T)[:, None] & (column < C)
+    at = token[:, None] * C + column
+    expert = tl.load(experts + at, mask=there, other=0)
+    valid = (expert >= LOWEST) & (expert < E)
+    before = tl.zeros((TOKENS, TOPK), tl.int32)  # choices of the token in front of this one
+    for k in range(C):
+        other = tl.load(experts + token * C + k, mask=token < T, other=0)[:, None]
+        before += ((other < expert) | ((other == expert) & (k < column))).to(tl.int32)
+        if not DUPLICATES:
+            valid = valid & ((other != expert) | (k == column) | (expert < 0))
+    tl.device_assert(valid, _INVALID_TOPK, mask=there)
+    to = token[:, None] * C + before
+    tl.store(sorted_experts + to, expert, mask=there)
+    tl.store(sorted_scores + to, tl.load(scores + at, mask=there, other=0.0).to(tl.float32), mask=there)
+    tl.store(columns + to, column.to(tl.int16) + tl.zeros((TOKENS, TOPK), tl.int16), mask=there)
+
+
+def sort_topk(
+    experts: torch.Tensor, scores: torch.Tensor, num_experts: int, minus_one: bool, duplicates: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token's choices in rising order of their experts, asserted to be valid."""
+    check_sort_topk(experts, scores)
+    T, C = experts.shape
+    sorted_experts = torch.empty((T, C), dtype=torch.int64, device=experts.device)
+    sorted_scores = torch.empty((T, C), dtype=torch.float32, device=experts.device)
+    columns = torch.empty((T, C), dtype=torch.int16, device=experts.device)
+    if T and C:
+        padded = next_power_of_2(C)
+        tokens = max(1, tiles.PLAN_CHOICES // padded)
+        launch(
+            _sort_topk_kernel,
+            cdiv(T, tokens),
+            {
+                "experts": experts.contiguous(),
+                "scores": scores.contiguous(),
+                "sorted_experts": sorted_experts,
+                "sorted_scores": sorted_scores,
+                "columns": columns,
+                "T": T,
+                "E": num_experts,
+                "C": C,
+                "LOWEST": -1 if minus_one else 0,
+                "DUPLICATES": duplicates,
+                "TOKENS": tokens,
+                "TOPK": padded,
+            },
+            num_warps=tiles.PLAN_WARPS,
+            debug=True,  # else the compiler drops the assertion
+            sanitize_overflow=False,  # else `debug` asserts that no int32 sum overflows
+        )
+    return sorted_experts, sorted_scores, columns
 
 
 @triton.jit(do_not_specialize=["T", "most"])
@@ -242,23 +313,44 @@ def chunk_rows(
 
 @triton.jit(do_not_specialize=["size"])
 def _gather_or_zero_kernel(
-    index,  # (size,) int32
+    index,  # (size,) int32 or int64
     values,  # (N,)
+    columns,  # (size,) integers: the column of out for each of index, or None
     out,  # (size,)
     size,
+    C: tl.constexpr,  # columns of index and of out
     ROWS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     picked = tl.load(index + at, mask=at < size, other=-1)
-    tl.store(out + at, tl.load(values + picked, mask=picked >= 0, other=0), mask=at < size)
+    value = tl.load(values + picked, mask=picked >= 0, other=0)
+    to = at
+    if columns is not None:
+        to = at // C * C + tl.load(columns + at, mask=at < size, other=0)
+        value += 0.0  # -0.0 becomes 0.0
+    tl.store(out + to, value.to(out.dtype.element_ty), mask=at < size)
 
 
-def gather_or_zero(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """values[index], 0 where index is -1."""
-    out = torch.empty(index.shape, dtype=values.dtype, device=values.device)
+def gather_or_zero(
+    index: torch.Tensor, values: torch.Tensor, columns: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """values[index], 0 where index is -1; with columns (T, C) in column columns[t, c] of the result, in `dtype`."""
+    out = torch.empty(index.shape, dtype=dtype or values.dtype, device=values.device)
     if size := out.numel():
-        arguments = {"index": index.contiguous(), "values": values.contiguous(), "out": out, "size": size, "ROWS": tiles.PLAN_ROWS}
-        launch(_gather_or_zero_kernel, cdiv(size, tiles.PLAN_ROWS), arguments, num_warps=tiles.PLAN_WARPS)
+        launch(
+            _gather_or_zero_kernel,
+            cdiv(size, tiles.PLAN_ROWS),
+            {
+                "index": index.contiguous(),
+                "values": values.contiguous(),
+                "columns": None if columns is None else columns.contiguous(),
+                "out": out,
+                "size": size,
+                "C": 1 if columns is None else columns.shape[1],
+                "ROWS": tiles.PLAN_ROWS,
+            },
+            num_warps=tiles.PLAN_WARPS,
+        )
     return out
 
 

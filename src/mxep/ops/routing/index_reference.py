@@ -1,4 +1,5 @@
-"""Index arithmetic of the fused layer: top-k ids before an exchange over symmetric memory, and expert rows before a chunk.
+"""Index arithmetic of the fused layer: a token's choices in order, top-k ids before an exchange over symmetric memory, and expert rows
+before a chunk.
 
 mxep/fused/symmetric_dispatcher.py describes regions and tables, mxep/fused/expert_chunks.py the chunks.
 """
@@ -8,7 +9,59 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+INVALID_TOPK = "sort_topk: experts (T, C) have a number below 0 or from num_experts on, or one twice in a row, where that is not allowed"
+_SCORES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = ("rank_dedup", "all_to_all", "all_ranks")  # of a row exchange (mxep/fused/dispatcher.py), in the order of `count_rows`'s columns
+
+
+def sort_topk(
+    experts: torch.Tensor, scores: torch.Tensor, num_experts: int, minus_one: bool, duplicates: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token's choices in rising order of their experts, in which they are summed; an expert that is chosen twice keeps its order.
+
+    Args:
+        experts: (T, C) int64, as `topk_valid` wants them.  scores: (T, C) of 16, 32 or 64 bits.
+        num_experts, minus_one, duplicates: arguments of `topk_valid`.
+
+    Returns:
+        experts (T, C) int64; scores (T, C) float32; the column in which each choice was (T, C) int16.
+
+    Raises:
+        ValueError: arguments that do not fit.
+        RuntimeError: choices that are not valid; on a GPU by a later call.
+
+    >>> experts, scores, columns = sort_topk(torch.tensor([[3, 0]]), torch.tensor([[0.75, 0.25]]), 4, False, False)
+    >>> experts.tolist(), scores.tolist(), columns.tolist()
+    ([[0, 3]], [[0.25, 0.75]], [[1, 0]])
+    """
+    check_sort_topk(experts, scores)
+    torch._assert_async(topk_valid(experts, num_experts, minus_one, duplicates), INVALID_TOPK)
+    ordered, columns = experts.contiguous().sort(dim=1, stable=True)
+    return ordered, scores.float().gather(1, columns), columns.to(torch.int16)
+
+
+def topk_valid(experts: torch.Tensor, num_experts: int, minus_one: bool, duplicates: bool) -> torch.Tensor:
+    """() bool: choices (T, C) are all from 0 to E - 1, or -1 for none if `minus_one`, and distinct in each row unless `duplicates`.
+
+    >>> [bool(topk_valid(torch.tensor([[3, 3]]), 4, False, duplicates)) for duplicates in (False, True)]
+    [False, True]
+    """
+    in_range = ((experts >= -minus_one) & (experts < num_experts)).all()
+    return in_range if duplicates else in_range & ~has_duplicates(experts)
+
+
+def has_duplicates(experts: torch.Tensor) -> torch.Tensor:
+    """() bool: an expert, not -1, is more than once in a row of experts (T, C)."""
+    ordered = experts.sort(1).values
+    return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()
+
+
+def check_sort_topk(experts: torch.Tensor, scores: torch.Tensor) -> None:
+    """Raise ValueError unless `sort_topk` accepts the arguments."""
+    fits = experts.dim() == 2 and experts.dtype == torch.int64 and scores.shape == experts.shape and scores.dtype in _SCORES
+    if not fits or experts.shape[1] > torch.iinfo(torch.int16).max:
+        got = f"experts {tuple(experts.shape)} {experts.dtype} and scores {tuple(scores.shape)} {scores.dtype}"
+        raise ValueError(f"sort_topk: {got}, want (T, C) int64 and float of at least 16 bits, C below 2^15")
 
 
 def pack_topk(experts: torch.Tensor, scores: torch.Tensor, most: int) -> torch.Tensor:
@@ -115,13 +168,26 @@ def chunk_rows(
     return (offs.clamp(max=chunk[1:]) - chunk[:1]).clamp(min=0), torch.where(inside, scores[source], 0.0), maps[0], maps[1]
 
 
-def gather_or_zero(index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """values[index], 0 where index is -1. index: int32 of any shape; values: (N,), which may be empty.
+def gather_or_zero(
+    index: torch.Tensor, values: torch.Tensor, columns: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """values[index], 0 where index is -1.
 
-    >>> gather_or_zero(torch.tensor([[1, -1]]), torch.tensor([5.0, 7.0])).tolist()
-    [[7.0, 0.0]]
+    Args:
+        index: integers of any shape, (T, C) with `columns`.
+        values: (N,), which may be empty.
+        columns: (T, C) integers, a permutation of the columns in each row: what index[t, c] names goes to column columns[t, c].  So
+            gradients of `sort_topk`'s scores become those of the scores that it was given; -0.0 becomes 0.0, as in torch's.
+        dtype: of the result; None for that of `values`.
+
+    >>> index, values = torch.tensor([[1, -1]]), torch.tensor([5.0, 7.0])
+    >>> gather_or_zero(index, values).tolist(), gather_or_zero(index, values, torch.tensor([[1, 0]])).tolist()
+    ([[7.0, 0.0]], [[0.0, 7.0]])
     """
-    return torch.cat((values, values.new_zeros(1)))[index.long()]
+    found = torch.cat((values, values.new_zeros(1)))[index.long()]
+    if columns is not None:
+        found = torch.zeros_like(found).scatter_add_(1, columns.long(), found)
+    return found.to(dtype or values.dtype)
 
 
 # ---------------------------------------------------------------- padded groups of received rows
@@ -225,32 +291,33 @@ def check_index_expert_rows(experts: torch.Tensor, num_local_experts: int, align
         )
 
 
-def index_topk_table(
-    table: torch.Tensor, rank: int, num_local_experts: int, alignment: int, num_expert_rows: int
+def index_topk(
+    experts: torch.Tensor, scores: torch.Tensor, rank: int, num_local_experts: int, alignment: int, num_expert_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`index_expert_rows` of all ranks' tables (`pack_topk`) on the rank of the experts, and the contents of each expert row.
+    """`index_expert_rows` of top-k ids among the experts of all ranks, and the contents of each expert row.
 
     Args:
-        table: (R, 2C) int32, experts and the bits of their scores.  rank: whose experts, from rank * L on, are here.
+        experts: (R, C) int32 or int64.  scores: (R, C) float32.  rank: whose experts, from rank * L on, are here.
         num_local_experts, alignment, num_expert_rows: as in `index_expert_rows`.
 
     Returns:
-        expert rows (R, C), END offsets (L,) and ids (P,) as `index_expert_rows`; the table row of each (P,) int32, -1 in padding; its score
+        expert rows (R, C), END offsets (L,) and ids (P,) as `index_expert_rows`; the row of each id (P,) int32, -1 in padding; its score
         (P,) float32, 0 in padding.
 
     Raises:
-        ValueError: a table that is none, or what `index_expert_rows` raises.
+        ValueError: scores that do not fit, or what `index_expert_rows` raises.
     """
-    check_index_topk_table(table, num_local_experts, alignment, num_expert_rows)
-    columns = table.shape[1] // 2
-    local = table[:, :columns] - rank * num_local_experts
+    check_index_topk(experts, scores, num_local_experts, alignment, num_expert_rows)
+    local = experts - rank * num_local_experts
     expert_rows, ends, topk_ids = index_expert_rows(local, num_local_experts, alignment, num_expert_rows)
-    scores = gather_or_zero(topk_ids, table[:, columns:].contiguous().view(torch.float32).flatten())
-    return expert_rows, ends, topk_ids, torch.div(topk_ids, max(columns, 1), rounding_mode="floor"), scores
+    rows = torch.div(topk_ids, max(experts.shape[1], 1), rounding_mode="floor")
+    return expert_rows, ends, topk_ids, rows, gather_or_zero(topk_ids, scores.flatten())
 
 
-def check_index_topk_table(table: torch.Tensor, num_local_experts: int, alignment: int, num_expert_rows: int) -> None:
-    """Raise ValueError unless these are `index_topk_table`'s arguments."""
-    if table.dim() != 2 or table.dtype != torch.int32 or table.shape[1] % 2:
-        raise ValueError(f"index_topk_table: the table is {tuple(table.shape)} {table.dtype}, want (R, 2C) int32")
-    check_index_expert_rows(table[:, : table.shape[1] // 2], num_local_experts, alignment, num_expert_rows)
+def check_index_topk(experts: torch.Tensor, scores: torch.Tensor, num_local_experts: int, alignment: int, num_expert_rows: int) -> None:
+    """Raise ValueError unless these are `index_topk`'s arguments."""
+    if scores.shape != experts.shape or scores.dtype != torch.float32:
+        raise ValueError(
+            f"index_topk: scores {tuple(scores.shape)} {scores.dtype} of experts {tuple(experts.shape)}, want the same shape and float32"
+        )
+    check_index_expert_rows(experts, num_local_experts, alignment, num_expert_rows)

@@ -247,7 +247,7 @@ def route_tokens(
 @triton.jit(do_not_specialize=["T"])
 def _router_backward_kernel(
     logits,  # (T, E)
-    experts,  # (T, C) int64
+    experts,  # (T, C), signed integers
     d_weights,  # (T, C) float32
     d_shares,  # (E,) float32, or None
     d_z,  # () float32, or None

@@ -7,6 +7,7 @@ import torch
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 FLOOR = 1e-20  # of what scores are divided by: keeps 0 / 0 out when every one underflowed
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+_CHOICES = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def count_topk(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -153,7 +154,7 @@ def router_backward(
     """Gradient of the logits, from those of the chosen weights, of `mean_shares` and of `z_loss`.
 
     Args:
-        logits: (T, E) float32, bfloat16 or float16.  experts: (T, C) int64, distinct in each row.
+        logits: (T, E) float32, bfloat16 or float16.  experts: (T, C) signed integers, distinct in each row.
         d_weights: (T, C) float32.  d_shares: (E,) float32 or None.  d_z: () float32 or None.
         score_function, renormalize, route_scale: how weights come from logits.
         dtype: of the result.
@@ -165,7 +166,7 @@ def router_backward(
         ValueError: operands that do not fit.
     """
     check_router_backward(logits, experts, d_weights, d_shares, score_function)
-    T, logits = logits.shape[0], logits.float()
+    T, logits, experts = logits.shape[0], logits.float(), experts.long()
     softmax = logits.softmax(-1)
     scores = softmax if score_function == "softmax" else logits.sigmoid()
     chosen = scores.gather(1, experts)
@@ -194,11 +195,11 @@ def check_router_backward(
     (T, E), shape = logits.shape, experts.shape
     fits = experts.dim() == 2 and shape[0] == T and d_weights.shape == shape and shape[1] <= E
     fits &= d_shares is None or (d_shares.shape == (E,) and d_shares.dtype == torch.float32)
-    if not fits or logits.dtype not in LOGITS or d_weights.dtype != torch.float32 or experts.dtype != torch.int64:
+    if not fits or logits.dtype not in LOGITS or d_weights.dtype != torch.float32 or experts.dtype not in _CHOICES:
         given = (logits, experts, d_weights, *(() if d_shares is None else (d_shares,)))
         got = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in given)
         raise ValueError(
-            f"router_backward: {got}; want logits (T, E) float32 or 16 bits, experts (T, C) int64, d_weights (T, C) float32, "
+            f"router_backward: {got}; want logits (T, E) float32 or 16 bits, experts (T, C) signed integers, d_weights (T, C) float32, "
             "d_shares (E,) float32 or None"
         )
     if score_function not in SCORE_FUNCTIONS:

@@ -127,11 +127,15 @@ class WeightTile:
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=8192, columns=256, warps=8)
 ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
+LANE_COLUMNS = 8  # of a lane of quantize/eight_columns.cuh
 # Of backward.cu: threads of a block, blocks of a multiprocessor, and rows of a lane where bf16 becomes MX alone (else 1).
 ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
 # Of rebased.cu: threads of a block, 8 columns that a lane loads ahead, how often at most, blocks of a multiprocessor (forward, gradient);
 # not tuned on a GPU.
 REBASED_THREADS, REBASED_BATCH, REBASED_STEPS, REBASED_MIN_BLOCKS = 256, 2, 4, (4, 3)
+# Of quantize_rows.cu, which has the same threads and lanes: blocks of a multiprocessor, and the widest rows, of which shared memory holds
+# as many; not tuned on a GPU.
+QUANTIZE_ROWS_MIN_BLOCKS, QUANTIZE_ROWS_WIDEST = 5, 32 * 1024
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
@@ -161,6 +165,7 @@ WEIGHT = {  # by bytes of an element
     4: WeightTile(row_warps=4, column_warps=4, min_blocks=2, lag=132, item_bytes=4),
 }
 PLAN_TOKENS, PLAN_ROWS, PLAN_WARPS = 128, 1024, 4  # of small integers; not tuned on a GPU
+PLAN_CHOICES = 1024  # of a program that sorts them; not tuned on a GPU
 ROUTER_SCORES, ROUTER_WARPS = 2048, 4  # of a program; not tuned on a GPU
 ROUTER_PROGRAMS = 132 * 4  # that route; not tuned on a GPU
 ROUTER_PARTS, ROUTER_PART_SUMS = 64, 16384  # programs' sums that are added at a time, and values of them, at most; not tuned on a GPU
@@ -183,5 +188,6 @@ P2P_PARTS = {  # chunks of a long row per lane of p2p.cu by (sums, records, floa
     (True, True, False): 1,
     (True, True, True): 1,
 }
+ADAMW_THREADS, ADAMW_MIN_BLOCKS = 256, 4  # of a block, of a multiprocessor
 SLOT_BLOCKS = 528  # of slots.cu: NVLink limits it, and recv_slots runs at the same time
 RECV_PARTS = 4  # stores of a long row per lane; not tuned on a GPU yet

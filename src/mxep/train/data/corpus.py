@@ -35,6 +35,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mxep.train.data.tokenizer import Encoder, batches
+from mxep.train.durable_files import replace_file
 
 TRAIN, HELD_OUT = 0, 1
 NO_TARGET = 1 << 31  # set in an id of a stream whose token is not trained on; ids without it are below
@@ -322,10 +323,7 @@ def _write(folder: Path, tokenizer: Encoder, fill: Callable[[StreamWriter], None
             "block_bytes": _BLOCK_BYTES,
             "crc32": {name: _checksums(partial / name, _BLOCK_BYTES, report) for name in (*FILES, *STARTS)},
         }
-        with (partial / MANIFEST).open("w") as file:
-            json.dump({**content, "checksum": _digest(content)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        replace_file(partial / MANIFEST, json.dumps({**content, "checksum": _digest(content)}, indent=1).encode())
         try:
             os.replace(partial, folder)
         except OSError:

@@ -187,6 +187,28 @@ def rebase_rows(
     return rows._replace(spread=spread.to(torch.uint8))
 
 
+def check_rows(where: str, x: torch.Tensor, scaling_mode: str, granularity: str) -> None:
+    """Raise ValueError for arguments that `quantize_rows` does not take."""
+    check_input(where, x, -1, scaling_mode)
+    if x.dim() != 2:
+        raise ValueError(f"{where}: x is {tuple(x.shape)}, want (T, D); flatten the dimensions in front")
+    if granularity not in MAX_SPREAD:
+        raise ValueError(f"{where}: granularity={granularity!r}, want one of {', '.join(MAX_SPREAD)}")
+
+
+def quantize_rows(x: torch.Tensor, scaling_mode: str, granularity: str, mx: bool) -> list[torch.Tensor]:
+    """Rows (T, D) as the FP8 GEMMs read them, quantised 1x32 and rebased; with `mx` the quantised rows come first.
+
+    >>> made = quantize_rows(torch.ones(4, 64), "rceil", "row", mx=True)
+    >>> [tuple(part.shape) for part in made]
+    [(4, 64), (4, 2), (4, 64), (4,)]
+    """
+    check_rows("quantize_rows", x, scaling_mode, granularity)
+    quantised = quantize(x, scaling_mode)
+    rows = rebase_rows(*quantised, MAX_SPREAD[granularity])
+    return [part for part in (*(quantised if mx else ()), *rows[:3]) if part is not None]
+
+
 def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
     """A grouped weight with one exponent per output column (whole rows of (G, N, K): weights are tame).
 

@@ -1,0 +1,118 @@
+"""Steps as a graph on a CPU, where a replay is a call: inputs go through the graph's memory. What cannot be recorded is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.steps import done, same, state_of, trainer
+from torch import Tensor
+
+from mxep.train.config import TrainConfig
+from mxep.train.data.loader import Batch
+from mxep.train.resolved_config import resolve
+from mxep.train.step_graph import EAGER_STEPS, StepGraph, check_capturable
+from mxep.train.trainer import Trainer
+
+
+class Recorder:
+    """Records a function by keeping it: it runs in every replay, and writes its result where the first one is."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.result, self.recorded, self.replays = torch.empty(shape, dtype=torch.float64), 0, 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replays += 1
+            self.result.copy_(work())
+
+        return replay, self.result
+
+
+def test_inputs_are_copied_into_the_memory_of_the_first_call() -> None:
+    recorder, seen = Recorder(()), []
+
+    def total(batches: list[Batch], factor: Tensor) -> Tensor:
+        seen.append((*(batch.inputs.data_ptr() for batch in batches), factor.data_ptr()))
+        assert all(batch.documents is None for batch in batches)
+        return (sum(batch.inputs.sum() + batch.labels.sum() for batch in batches) * factor).double()
+
+    graph, found = StepGraph(torch.device("cpu"), recorder), []
+    for step in range(6):
+        batches = [Batch(torch.tensor([step, index]), torch.tensor([1, 2]), None) for index in range(2)]
+        found.append(float(graph(total, batches, torch.tensor(2.0))))
+    assert found == [2 * (2 * step + 7) for step in range(6)]
+    assert len(set(seen)) == 1
+    assert (recorder.recorded, recorder.replays) == (1, 6 - EAGER_STEPS)
+    with pytest.raises(ValueError, match=r"an input of \(3,\), want \(2,\) as in the first call"):
+        graph(total, [Batch(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2]), None)] * 2, torch.tensor(2.0))
+
+
+def spoil(run: Trainer, bad: Tensor) -> None:
+    """Multiply the loss by a tensor, which a graph reads in every replay."""
+    loss = run.microbatches.loss
+    run.microbatches.loss = lambda batch: loss(batch) * bad  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("more", [{"accumulate": 2}, {"optimizer_in_backward": True, "max_grad_norm": 0.0, "cache_weights": True}], ids=str)
+def test_steps_are_those_without_a_graph(tmp_path: Path, one_rank: None, more: dict[str, Any]) -> None:
+    """To the bit: warmup of the rate, a step that is skipped, expert biases, an evaluation in between."""
+    text = tmp_path / "text.py"
+    text.write_text(Path(json.__file__).read_text())
+    found, ends = [], []
+    for graph in (None, StepGraph(torch.device("cpu"), Recorder((4,)))):
+        run = trainer(0, 1, str(tmp_path), data=(str(text),), steps=7, warmup=6, fused_layer=True, bias_update_rate=1e-3, **more)
+        run.graph, bad = graph, torch.ones(())
+        spoil(run, bad)
+        figures = []
+        for step in range(7):
+            bad.fill_(math.nan if step == 5 else 1.0)
+            record = done(run)
+            figures.append((record.lr, record.loss, record.grad_norm, record.load_max_over_mean))
+            if step == 4:
+                figures.append(run.evaluate())
+        found.append(figures)
+        ends.append(state_of(run))
+    assert repr(found[0]) == repr(found[1])  # with NaN
+    assert math.isnan(found[0][6][1])
+    assert len({figure[0] for figure in found[0] if len(figure) == 4}) == 6, "the rate has no warmup"
+    assert len(same(*ends)) == len(ends[0])
+    assert any(bool(value.any()) for name, value in ends[1].items() if name.endswith(".expert_bias"))
+
+
+GRAPH: dict[str, Any] = {"cuda_graph": True, "fused_layer": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "match"),
+    [
+        ({}, "cpu", "device cpu: want a GPU, or leave --cuda-graph out"),
+        ({"fused_layer": False}, "cuda", "no --fused-layer: .* add --fused-layer, or leave --cuda-graph out"),
+        ({"pp": 2, "batch": 2}, "cuda", "--pp=2: the host runs the schedule .* give --pp 1, or"),
+        ({"mask_documents": True}, "cuda", "--mask-documents: the number and the length of documents"),
+        ({"numerics_every": 5}, "cuda", "--numerics-every=5: only some of the steps count"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], device: str, match: str) -> None:
+    with pytest.raises(ValueError, match=f"--cuda-graph with {match}"):
+        resolve(TrainConfig(**{**GRAPH, **options}), device, 2)
+    assert resolve(TrainConfig(**GRAPH), "cuda", 2)
+
+
+def test_steps_that_wait_for_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MXEP_CHECK", raising=False)
+    device = torch.device("cuda", 0)
+    for transport in (None, "symmetric"):
+        check_capturable(device, transport)
+    with pytest.raises(ValueError, match=r"by collective transport, .* want symmetric; give --ep 1 or --transport symmetric, or leave"):
+        check_capturable(device, "collective")
+    monkeypatch.setenv("MXEP_CHECK", "1")
+    with pytest.raises(ValueError, match="MXEP_CHECK=1, whose checks read values on the host; unset it, or"):
+        check_capturable(device, None)
