@@ -15,18 +15,18 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "host_cost.py"
 BUDGETS = {  # call -> most torch operators, most Python function calls
-    "MXLinear mxfp8_wgrad_with_hp f+b": (61, 200),
-    "MXLinear mxfp8_wgrad_with_mx f+b": (76, 224),
-    "MXLinear mxfp8 f+b": (92, 223),
-    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (66, 244),
-    "fused_experts hp f+b": (158, 555),
-    "fused_experts mxfp8_wgrad_with_hp f+b": (200, 680),
-    "fused_experts mxfp8_wgrad_with_mx f+b": (230, 700),
-    "dispatch": (18, 96),
-    "permute": (17, 75),
-    "grouped mm": (25, 100),
-    "unpermute": (14, 50),
-    "combine": (6, 80),
+    "MXLinear mxfp8_wgrad_with_hp f+b": (46, 184),
+    "MXLinear mxfp8_wgrad_with_mx f+b": (69, 200),
+    "MXLinear mxfp8 f+b": (88, 212),
+    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (58, 222),
+    "fused_experts hp f+b": (95, 490),
+    "fused_experts mxfp8_wgrad_with_hp f+b": (158, 620),
+    "fused_experts mxfp8_wgrad_with_mx f+b": (187, 635),
+    "dispatch": (15, 58),
+    "permute": (12, 58),
+    "grouped mm": (25, 98),
+    "unpermute": (9, 39),
+    "combine": (6, 45),
 }
 
 

@@ -285,11 +285,11 @@ def _direct(name: str) -> Callable[..., Any]:
     forms = _Forms(name)
 
     def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        differentiates = torch.is_grad_enabled() and torch._C._any_requires_grad(first, *rest, *options.values())
+        given = first, *rest, *options.values()
+        differentiates = torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
         dispatches = differentiates or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-        plain = type(first) in _PLAIN and _PLAIN.issuperset(map(type, rest)) and _PLAIN.issuperset(map(type, options.values()))
-        form = forms.operator if dispatches or torch.autograd._profiler_enabled() or not plain else forms[first.device.type]
-        return form(first, *rest, **options)
+        watched = dispatches or torch.autograd._profiler_enabled() or not _PLAIN.issuperset(map(type, given))
+        return (forms.operator if watched else forms[first.device.type])(first, *rest, **options)
 
     return call
 

@@ -13,6 +13,8 @@ from mxep import reference
 from mxep.shapes import record_bytes
 
 kernels = pytest.importorskip("mxep.ops.kernels")
+triton = pytest.importorskip("triton")
+launching = pytest.importorskip("mxep.ops.runtime.launch")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 BF16, FLOAT32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -211,6 +213,31 @@ def test_past_two_to_the_31():
     returned = kernels.scatter_rows(gathered, backwards, rows)
     del gathered
     assert torch.equal(returned, words)
+
+
+def test_triton_kernels_are_launched_by_their_own_c_function():
+    x, names = torch.randn(64, 96).bfloat16(), []
+
+    def hear(metadata) -> None:
+        names.append(metadata.get()["name"])
+
+    for hooked in (False, False, True):
+        if hooked:
+            triton.knobs.runtime.launch_enter_hook.add(hear)
+        assert_same(kernels.quantize(x.cuda(), "rceil"), reference.quantize(x, "rceil"))
+        triton.knobs.runtime.launch_enter_hook.remove(hear)
+    assert names == ["_quantize_kernel"]
+    variants = [variant for variant in launching._variants.values() if variant.compiled.name == "_quantize_kernel"]
+    assert variants
+    assert all(variant.function is not None for variant in variants)
+
+
+def test_a_tensor_of_the_host_is_refused():
+    rows, indices = torch.randn(8, 64, device="cuda"), torch.arange(8, dtype=torch.int32)
+    kernels.gather_rows(rows, indices.cuda())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+            kernels.gather_rows(rows, indices)
 
 
 @pytest.mark.multi_gpu

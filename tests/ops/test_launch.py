@@ -128,6 +128,12 @@ def test_the_gpu_of_the_first_tensor_is_made_the_current_one(made: list, monkeyp
     assert current == [0]
 
 
+def test_a_tensor_of_the_host_is_shown_to_triton(made: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launching, "current_gpu", lambda: 0)
+    launch(_kernel, 5, PLAIN, num_warps=4)
+    assert [entry[0] for entry in made] == ["compiled"], "where it raises"
+
+
 def test_mx_data_and_scales_are_bytes(made: list):
     for dtype, compiled in ((torch.float8_e4m3fn, True), (torch.float8_e8m0fnu, True), (torch.float8_e4m3fn, False)):
         launch(_kernel, 5, PLAIN | {"rows": ROWS.view(dtype)}, num_warps=4)

@@ -13,10 +13,10 @@ from mxep.operators import direct
 _ONES_COLUMNS = 8  # 16 bytes of bf16, the least that a grouped GEMM on a GPU takes
 
 
-def check_bias(where: str, bias: torch.Tensor | None, num_groups: int, columns: int) -> None:
-    """Raise ValueError unless bias is None, (N,) or (G, N) in bf16 or float32."""
+def check_bias(where: str, bias: torch.Tensor, num_groups: int, columns: int) -> None:
+    """Raise ValueError unless bias is (N,) or (G, N) in bf16 or float32."""
     shapes = ((columns,), (num_groups, columns))
-    if bias is not None and (tuple(bias.shape) not in shapes or bias.dtype not in (torch.bfloat16, torch.float32)):
+    if tuple(bias.shape) not in shapes or bias.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"{where}: bias is {tuple(bias.shape)} {bias.dtype}, want {shapes[0]} or {shapes[1]}, bfloat16 or float32")
 
 

@@ -144,10 +144,8 @@ class _GroupedMM(torch.autograd.Function):
         return d_a, d_w, None, d_bias, None, None, None, None
 
 
-def _check_main_grad(main_grad: torch.Tensor | None, b_t: torch.Tensor) -> None:
-    """Raise ValueError unless main_grad is None or a contiguous float32 tensor of w's shape (L, N, K) on its device."""
-    if main_grad is None:
-        return
+def _check_main_grad(main_grad: torch.Tensor, b_t: torch.Tensor) -> None:
+    """Raise ValueError unless main_grad is a contiguous float32 tensor of w's shape (L, N, K) on its device."""
     want = (b_t.shape[0], b_t.shape[2], b_t.shape[1])
     if torch.compiler.is_compiling():
         raise ValueError(f"{_WHERE}: main_grad in a compiled graph, want an eager call; a graph cannot add to it in backward")
@@ -163,8 +161,7 @@ def _check_main_grad(main_grad: torch.Tensor | None, b_t: torch.Tensor) -> None:
 
 def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """Raise ValueError unless A, B_t and offs belong together; returns offs as int32."""
-    check_tensors(_WHERE, A=a)
-    check_tensors(_WHERE, a.device, B_t=b_t)
+    check_tensors(_WHERE, getattr(a, "device", None), A=a, B_t=b_t)
     if a.dim() != 2 or b_t.dim() != 3 or a.shape[1] != b_t.shape[1]:
         raise ValueError(f"{_WHERE}: A {tuple(a.shape)} and B_t {tuple(b_t.shape)}, want (M, K) and (L, K, N); B_t = w.transpose(-2, -1)")
     if a.shape[1] % MX_BLOCK or b_t.shape[2] % MX_BLOCK:
@@ -270,9 +267,11 @@ def _checked_grouped_mm(
     """Check what belongs together, then multiply: without options in high precision, of a weight that is rounded to `weight_dtype`."""
     reject_border(A, _WHERE)
     offs = check_operands(A, B_t, offs, out_dtype)
-    check_tensors(_WHERE, A.device, bias=bias)
-    check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
-    _check_main_grad(main_grad, B_t)
+    if bias is not None:
+        check_tensors(_WHERE, A.device, bias=bias)
+        check_bias(_WHERE, bias, B_t.shape[0], B_t.shape[2])
+    if main_grad is not None:
+        _check_main_grad(main_grad, B_t)
     if options is None:
         return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, None, weight_dtype, None, main_grad).to(out_dtype)
     if isinstance(A, MXTensor) and options.wgrad == "mxfp8":

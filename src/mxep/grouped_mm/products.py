@@ -141,7 +141,7 @@ def as_mx(value: Tensor, mode: str) -> MXTensor:
 
 def shared_form(rows: Tensor, gemm: GemmOptions | None) -> Tensor:
     """Rows for a GEMM and a wgrad: quantised once if both read the same MX bytes, else as they are."""
-    return as_mx(rows, gemm.mode) if gemm is not None and gemm.wgrad == "mx" else rows
+    return rows if gemm is None or gemm.wgrad != "mx" or isinstance(rows, MXTensor) else as_mx(rows, gemm.mode)
 
 
 def gemm_operands(

@@ -60,7 +60,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
     parameters = _parameters.get(id(kernel)) or _read_parameters(kernel)
     values = list(parameters.values(arguments))
     device = values[0].get_device()
-    if device != current_gpu():
+    if device >= 0 and device != current_gpu():  # below 0 for a tensor of the host, which Triton refuses
         with torch.cuda.device(device):
             return launch(kernel, programs, arguments, **options)
     # What a variant knows about an argument: a constant itself; a pointer's type, place and whether it is a multiple of 16, or that it is
