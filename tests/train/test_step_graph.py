@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -85,6 +86,15 @@ def test_steps_are_those_without_a_graph(tmp_path: Path, one_rank: None, more: d
     assert len({figure[0] for figure in found[0] if len(figure) == 4}) == 6, "the rate has no warmup"
     assert len(same(*ends)) == len(ends[0])
     assert any(bool(value.any()) for name, value in ends[1].items() if name.endswith(".expert_bias"))
+
+
+def test_a_run_says_where_graphs_are_not_tested(tmp_path: Path, one_rank: None) -> None:
+    run = trainer(0, 1, str(tmp_path))
+    assert "CUDA graph" not in run.describe()[0]
+    run.config = dataclasses.replace(run.config, cuda_graph=True)
+    assert run.describe()[0].endswith(", steps as a CUDA graph")
+    run.ranks = dataclasses.replace(run.ranks, world=2)
+    assert run.describe()[0].endswith(", steps as a CUDA graph, not tested on several GPUs")
 
 
 GRAPH: dict[str, Any] = {"cuda_graph": True, "fused_layer": True}
