@@ -392,7 +392,8 @@ def _dispatched(call: Callable[[], object]) -> int:
     def ours(frame: FrameType) -> bool:
         return frame.f_code is packet.__call__.__code__ and frame.f_locals["self"]._qualified_op_name.startswith("mxep::")
 
-    return frames_in(call, ours)
+    with torch._C.DisableTorchFunction():  # a default device is a mode that calls each operator once more
+        return frames_in(call, ours)
 
 
 class _Nothing(TorchDispatchMode):

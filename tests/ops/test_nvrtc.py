@@ -236,6 +236,17 @@ def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pyt
     assert [launch[0]._obj.blocks for launch in driver.launches] == [132] * 3
 
 
+def test_adamw_hands_structures_to_its_kernel(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    launcher = importlib.import_module("mxep.ops.optimizer.adamw_step")
+    monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(launcher, "compute_capability", lambda index: (9, 0))
+    monkeypatch.setattr(nvrtc, "current_gpu", lambda: None)
+    parameter, gradient, average, squares = (torch.zeros(512, dtype=torch.bfloat16) for _ in range(4))
+    step, lr = torch.zeros(()), torch.ones(())
+    launcher.adamw_step(parameter, gradient, average, squares, None, None, step, lr, None, None, 7, (512, 512, 0), (0.9, 0.95, 0.1, 1e-8))
+    assert [launch[0]._obj.blocks for launch in driver.launches] == [1, 1], "the update, then the step's count"
+
+
 def test_a_thread_without_a_context_gets_torchs(driver: Driver):
     kernel = nvrtc.Kernel("nothing", (), {}, threads=32)
     kernel.launch(0, 1)

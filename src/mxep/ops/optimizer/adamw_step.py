@@ -14,7 +14,7 @@ from mxep.device import compute_capability, multiprocessors
 from mxep.ops.optimizer.codes import CELLS, code_tables
 from mxep.ops.optimizer.reference import bits_of, check_adamw_step
 from mxep.ops.runtime import tiles
-from mxep.ops.runtime.nvrtc import Kernel
+from mxep.ops.runtime.nvrtc import Arguments, Kernel
 
 FILES = ("runtime/hopper.cuh", "optimizer/adamw_step.cu")
 _LANE = 8  # values that a lane of the kernel takes at a time
@@ -73,9 +73,7 @@ def adamw_step(
     floats = (parameter.dtype == torch.float32, gradient.dtype == torch.float32)
     kernels = [_kernel(device.index, entry, bits, floats, vectors, kind) for entry in ("adamw_step", "adamw_count_step")]
     blocks = min(-(-n // (_LANE * tiles.ADAMW_THREADS)), tiles.ADAMW_MIN_BLOCKS * multiprocessors(device.index))
-    kernels[0].launch(
-        device.index,
-        blocks,
+    arguments = Arguments(
         parameter,
         gradient,
         exp_avg,
@@ -92,4 +90,5 @@ def adamw_step(
         key,
         _Hyperparameters(beta1, beta2, 1 - beta1, 1 - beta2, weight_decay, eps),
     )
+    kernels[0].run(device.index, blocks, arguments)
     kernels[1].launch(device.index, 1, step, found_inf)
