@@ -123,5 +123,5 @@ def test_a_step_that_waits_for_the_gpu_says_so(tmp_path: Path, nccl: torch.devic
     run.microbatches.backward = waits  # type: ignore[method-assign]
     for _ in range(EAGER_STEPS):
         done(run)
-    with pytest.raises(RuntimeError, match=r"--cuda-graph: this step cannot be recorded, leave the option out: .*captur"):
+    with pytest.raises(RuntimeError, match=r"--cuda-graph: this step cannot be recorded, give --no-cuda-graph: .*captur"):
         run.step()

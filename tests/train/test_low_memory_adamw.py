@@ -267,7 +267,8 @@ def test_small_updates_add_up(precision: StatePrecision) -> None:
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mxep.train.low_memory_adamw", None)
+    for name in ("torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r'--optimizer=adamw8bit, --dtype=bfloat16: this needs torchao .*; pip install "\.\[torchao\]"'):
         build_optimizer(nn.Linear(4, 4), 1e-3, 0.1, StatePrecision("adamw8bit", "bfloat16"))
     assert isinstance(build_optimizer(nn.Linear(4, 4), 1e-3, 0.1), torch.optim.AdamW)

@@ -103,8 +103,8 @@ GRAPH: dict[str, Any] = {"cuda_graph": True, "fused_layer": True}
 @pytest.mark.parametrize(
     ("options", "device", "match"),
     [
-        ({}, "cpu", "device cpu: want a GPU, or leave --cuda-graph out"),
-        ({"fused_layer": False}, "cuda", "no --fused-layer: .* add --fused-layer, or leave --cuda-graph out"),
+        ({}, "cpu", "device cpu: want a GPU, or give --no-cuda-graph"),
+        ({"fused_layer": False}, "cuda", "no --fused-layer: .* add --fused-layer, or give --no-cuda-graph"),
         ({"pp": 2, "batch": 2}, "cuda", "--pp=2: the host runs the schedule .* give --pp 1, or"),
         ({"mask_documents": True}, "cuda", "--mask-documents: the number and the length of documents"),
         ({"numerics_every": 5}, "cuda", "--numerics-every=5: only some of the steps count"),
@@ -121,7 +121,7 @@ def test_steps_that_wait_for_the_gpu_are_refused(monkeypatch: pytest.MonkeyPatch
     device = torch.device("cuda", 0)
     for transport in (None, "symmetric"):
         check_capturable(device, transport)
-    with pytest.raises(ValueError, match=r"by collective transport, .* want symmetric; give --ep 1 or --transport symmetric, or leave"):
+    with pytest.raises(ValueError, match=r"by collective transport, .* want symmetric; give --ep 1 or --transport symmetric, or give --no-cuda-graph"):
         check_capturable(device, "collective")
     monkeypatch.setenv("MXEP_CHECK", "1")
     with pytest.raises(ValueError, match="MXEP_CHECK=1, whose checks read values on the host; unset it, or"):

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "train": "`mxep train` in MXFP8 and in bf16: tokens per second, memory, a step's time by its parts; its options after --",
         "report": "write the records' tables into README and docs, draw docs/plots",
     }
-    text = "\n".join(["benchmarks:", *(f"  {name:16}{what}" for name, what in names.items())])
+    text = "\n".join(["benchmarks:", *(f"  {name:18}{what}" for name, what in names.items())])
     parser = argparse.ArgumentParser(PROGRAM, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=list(names), metavar="NAME", help="one of the above")
     parser.add_argument("--quick", action="store_true", help="one shape")

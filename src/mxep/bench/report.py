@@ -419,7 +419,7 @@ def trained(record: Record) -> str:
     named = {
         f"{options['activation_checkpoint']} recomputation": options["activation_checkpoint"] != "none",
         "compiled": options["compile"],
-        "quantised weights kept": options["cache_weights"],
+        "quantised weights kept": options["cache_weights"] and "cuda_graph" not in options,
         "attention within documents": "mask_documents" in options,
         "MXFP8 as a CUDA graph": "cuda_graph" in options,
     }

@@ -23,7 +23,7 @@ from mxep.shapes import LEGEND, MX_BLOCK, record_bytes, round_up
 _BF16 = 2
 # What an H200 sustains: FLOP/s of large products in bf16 and in FP8, bytes/s of passes over memory.
 _BF16_FLOPS, _FP8_FLOPS, _BANDWIDTH = 700e12, 1250e12, 4.2e12
-_QUANTIZED_BYTES = 2 * (_BF16 + 1)  # of a weight's value: read and written for forward, and again for dgrad
+_QUANTIZED_BYTES = _BF16 + 2  # of a weight's value: read once, written for forward and for dgrad
 _MIB, _GIB = 2**20, 2**30
 _GIB_A_GB = 0.99  # that torch sees for each GB in the name of a GPU: 79.2 of an H100 with 80 GB, 139.8 of an H200 with 141
 
@@ -126,7 +126,7 @@ def command(argv: Sequence[str]) -> int:
         console.print(verdict, highlight=False)
     console.print(
         "Not counted: CUDA's context, NCCL's buffers, experts with more rows than others, tensor parallelism's division of attention's"
-        " activations. selective is an upper bound. Recorded runs on H200s peaked between 9% below and 3% above such estimates."
+        " activations. selective is an upper bound. For runs recorded on H200s such estimates are between 3% below and 15% above the peak."
     )
     return 0
 
@@ -179,7 +179,7 @@ def layer_stages(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe)
 
 
 def crossover_rows(recipe: Recipe) -> int:
-    """Rows per weight from which on FP8 GEMMs save the time that quantising the weight costs, once for forward and once for dgrad.
+    """Rows per weight from which on FP8 GEMMs save the time that quantising the weight costs, in one pass for forward and dgrad.
 
     bytes per value / bandwidth = rows * FLOP per value and row * (1 / FLOP/s in bf16 - 1 / FLOP/s in FP8)
 
@@ -188,7 +188,7 @@ def crossover_rows(recipe: Recipe) -> int:
     no crossover.
 
     >>> crossover_rows(RECIPES["mxfp8_wgrad_with_mx"]), crossover_rows(RECIPES["mxfp8_wgrad_with_hp"])
-    (379, 569)
+    (253, 379)
     """
     flops = 2 * (3 if recipe.wgrad == "mx" else 2)
     return math.ceil(_QUANTIZED_BYTES / _BANDWIDTH / (flops * (1 / _BF16_FLOPS - 1 / _FP8_FLOPS)))
@@ -345,7 +345,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
         "gathered bf16 weights": [peak.rank.outside + peak.rank.gathered for peak in peaks],
         "gradient being reduced": [peak.rank.summed for peak in peaks],
         "exchange buffers": [peak.exchange for peak in peaks],
-        "activations that all layers keep": [peak.kept for peak in peaks],
+        "what all layers keep for backward": [peak.kept for peak in peaks],
         "backward of one layer": [peak.working for peak in peaks],
         "logits and the loss's gradients": [peak.rank.loss + peak.hidden_gradient for peak in peaks],
         "quantised weights (--cache-weights)": [peak.cached for peak in peaks],

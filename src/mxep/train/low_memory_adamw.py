@@ -6,7 +6,7 @@ a GPU it is one kernel, on a CPU it calls torchao's functions.
 
 Stochastic rounding needs random bits.  They are a hash of the run's seed, the parameter's name, the step and the position of the value in
 the whole parameter.  No generator has a state that a checkpoint would have to keep, replicas of a parameter stay equal, and a run resumes
-with the same bits on any number of ranks.  Importing this module needs torchao.
+with the same bits on any number of ranks.
 """
 
 from __future__ import annotations

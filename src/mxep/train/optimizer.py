@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -138,10 +139,12 @@ def build_optimizer(
     if precision == _FLOAT32:
         return LocalAdamW(options, lr=lr, betas=BETAS, eps=_EPS, fused=True, capturable=True)  # the fused step reads nothing on the host
     try:
-        from mxep.train.low_memory_adamw import LowMemoryAdamW
+        importlib.import_module("torchao.optim")
     except ImportError as error:
         asked = f"--optimizer={precision.optimizer}, --dtype={precision.dtype}"
         raise ValueError(f"{asked}: this needs torchao 0.18 or later; {install_command('torchao')} ({error})") from error
+    from mxep.train.low_memory_adamw import LowMemoryAdamW
+
     return LowMemoryAdamW(options, lr, BETAS, _EPS, precision, seed)
 
 

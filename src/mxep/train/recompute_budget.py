@@ -98,9 +98,9 @@ def agree_on_recompute(
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
     sequences = config.microbatch if dims.pp > 1 else settings.batch
     options: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in ("fused_layer", "keep_first_product", "cache_weights", "accumulate", "optimizer_in_backward")
+        name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "accumulate", "optimizer_in_backward")
     }
+    options["cache_weights"] = config.cache_weights and not config.cuda_graph
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
     # Experts GEMM by GEMM, and experts that are not converted, keep what they keep in high precision.
     as_one = (config.fused_layer or config.fused_experts) and config.mx_fqns == TrainConfig.mx_fqns

@@ -256,7 +256,7 @@ def _check_recordable(config: TrainConfig, device_type: str) -> None:
     )
     for problem, got, why in problems:
         if problem:
-            raise ValueError(f"--cuda-graph with {got}: {why}, or leave --cuda-graph out")
+            raise ValueError(f"--cuda-graph with {got}: {why}, or give --no-cuda-graph")
 
 
 def routed_as_asked(shape: ModelConfig, config: TrainConfig) -> ModelConfig:

@@ -39,7 +39,7 @@ def capture_on_gpu(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tens
             result = work()
     except Exception as error:
         first = error.__context__ or error  # a failed capture fails once more at its end
-        raise RuntimeError(f"train: --cuda-graph: this step cannot be recorded, leave the option out: {first}") from error
+        raise RuntimeError(f"train: --cuda-graph: this step cannot be recorded, give --no-cuda-graph: {first}") from error
     return graph.replay, result
 
 
@@ -53,10 +53,10 @@ def check_capturable(device: torch.device, transport: str | None) -> None:
     if transport not in (None, "symmetric"):
         raise ValueError(
             f"--cuda-graph: experts over several ranks by {transport} transport, which reads on the host how many rows each rank sends, "
-            "want symmetric; give --ep 1 or --transport symmetric, or leave --cuda-graph out"
+            "want symmetric; give --ep 1 or --transport symmetric, or give --no-cuda-graph"
         )
     if checking(device):
-        raise ValueError("--cuda-graph with MXEP_CHECK=1, whose checks read values on the host; unset it, or leave --cuda-graph out")
+        raise ValueError("--cuda-graph with MXEP_CHECK=1, whose checks read values on the host; unset it, or give --no-cuda-graph")
 
 
 class StepGraph:
@@ -90,7 +90,7 @@ class StepGraph:
             inputs: tuples, lists and dicts of tensors, in every call of the same structure and shapes.
 
         Raises:
-            ValueError: other shapes than in the first call.
+            ValueError: other shapes, or other values that are no tensors, than in the first call.
             RuntimeError: the function cannot be recorded.
         """
         with _aside(self._stream):
@@ -113,6 +113,8 @@ class StepGraph:
                 if held.shape != given.shape:
                     raise ValueError(f"StepGraph: an input of {tuple(given.shape)}, want {tuple(held.shape)} as in the first call")
                 held.copy_(given, non_blocking=True)
+            elif held != given:
+                raise ValueError(f"StepGraph: an input of {given!r}, want {held!r} as in the first call")
 
 
 @contextmanager
