@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def record_of(runs: dict[str, dict[str, Any]], arguments: argparse.Namespace, de
         "torchtitan": importlib.metadata.version("torchtitan"),
         "routing": "forced balance",
         "check": f"first losses within {NEAR:g} of {BASELINE}'s, losses fall by {FALLS} in {WARM_STEPS + TIMED_STEPS} steps",
-        "arms": {arm: timing.record() for arm, timing in times.items()},
+        "arms": {arm: asdict(timing) for arm, timing in times.items()},
         "losses": {arm: [round(loss, 4) for loss in run["losses"]] for arm, run in runs.items()},
         "memory_gib": {arm: run["memory_gib"] for arm, run in runs.items()},
         "ratios": {f"{arm}_vs_{BASELINE}": round(times[BASELINE].median_ms / times[arm].median_ms, 4) for arm in RECIPES},

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 import sass
 import torch
@@ -40,13 +41,23 @@ class _Driver:
         return 0
 
 
+class _NoVariant:
+    """What a launch returns here: there is no variant to launch."""
+
+    run = None
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
 def _compile_instead(run=jit.JITFunction.run) -> dict[int, tuple[str, CompiledKernel]]:
     """Make launches compilations; returns the dict in which each compiled kernel will stand with its name."""
     compiled_kernels: dict[int, tuple[str, CompiledKernel]] = {}
 
-    def compile_only(self, *args, grid, warmup, **options):  # returns nothing: there is no variant to launch
+    def compile_only(self, *args, grid, warmup, **options) -> _NoVariant:
         compiled = run(self, *args, grid=grid, warmup=True, **options)
         compiled_kernels[id(compiled)] = (self.__name__, compiled)
+        return _NoVariant()
 
     jit.JITFunction.run = compile_only
     return compiled_kernels

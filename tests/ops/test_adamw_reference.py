@@ -81,13 +81,13 @@ def wrong_arguments() -> dict[str, list[Tensor | None]]:
 @pytest.mark.parametrize("what", wrong_arguments())
 def test_wrong_arguments(what: str) -> None:
     with pytest.raises(ValueError, match=r"adamw_step: parameter .*, want \(n,\) bfloat16 or float32 and moments in the parameter's dtype"):
-        check_adamw_step(*wrong_arguments()[what])  # type: ignore[arg-type]
+        check_adamw_step(*wrong_arguments()[what], ())  # type: ignore[arg-type]
 
 
 def test_tensors_are_contiguous() -> None:
     values = torch.zeros(512)
     with pytest.raises(ValueError, match="adamw_step: a tensor that is not contiguous, want contiguous ones"):
-        check_adamw_step(values, torch.zeros(1024)[::2], values, values, None, None)
+        check_adamw_step(values, torch.zeros(1024)[::2], values, values, None, None, ())
 
 
 def test_rounding_is_right_on_average() -> None:

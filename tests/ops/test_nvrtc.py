@@ -244,7 +244,14 @@ def test_adamw_hands_structures_to_its_kernel(driver: Driver, monkeypatch: pytes
     parameter, gradient, average, squares = (torch.zeros(512, dtype=torch.bfloat16) for _ in range(4))
     step, lr = torch.zeros(()), torch.ones(())
     launcher.adamw_step(parameter, gradient, average, squares, None, None, step, lr, None, None, 7, (512, 512, 0), (0.9, 0.95, 0.1, 1e-8))
-    assert [launch[0]._obj.blocks for launch in driver.launches] == [1, 1], "the update, then the step's count"
+    update, count = (launch[0]._obj for launch in driver.launches)
+    assert (update.blocks, count.blocks, count.threads) == (1, 1, 1), "one thread counts the step"
+    for wrong in (torch.zeros((), dtype=torch.float64), torch.zeros(1)):
+        with pytest.raises(ValueError, match=r"step, lr, grad_scale and found_inf .* want \(\) float32"):
+            launcher.adamw_step(parameter, gradient, average, squares, None, None, step, wrong, None, None, 7, (512, 512, 0), (0.9,) * 4)
+    elsewhere = lr.to("meta")
+    with pytest.raises(ValueError, match="a tensor on another device than the parameter's, cpu"):
+        launcher.adamw_step(parameter, gradient, average, squares, None, None, step, elsewhere, None, None, 7, (512, 512, 0), (0.9,) * 4)
 
 
 def test_a_thread_without_a_context_gets_torchs(driver: Driver):

@@ -266,6 +266,15 @@ def test_small_updates_add_up(precision: StatePrecision) -> None:
     assert float(1 - parameter.detach().double().mean()) == pytest.approx(50 * 1e-5, rel=0.1)
 
 
+def test_a_step_changes_the_version() -> None:
+    """So that autograd refuses a second backward through what was saved before it."""
+    parameter = nn.Parameter(torch.ones(64, 128, dtype=KINDS[0].torch_dtype))
+    optimizer = LowMemoryAdamW([{"params": [("p", parameter)], "weight_decay": 0.0}], 1e-3, (0.9, 0.95), 1e-8, KINDS[0])
+    parameter.grad, before = torch.ones_like(parameter), parameter._version
+    optimizer.step()
+    assert parameter._version > before
+
+
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torchao", "torchao.optim"):
         monkeypatch.setitem(sys.modules, name, None)

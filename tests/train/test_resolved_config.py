@@ -169,7 +169,7 @@ def test_explain_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "mine_of_8_layers: 4.59 billion parameters" in capsys.readouterr().out
     (path / "config.json").write_text(json.dumps({**published_config(MODELS["dsv3_16b"]), "hidden_act": "gelu"}))
     assert main(["explain", "--model", str(path)]) == 2
-    assert "hidden_act is 'gelu'" in capsys.readouterr().out.replace("\n", " ")
+    assert "hidden_act is 'gelu'" in capsys.readouterr().err.replace("\n", " ")
 
 
 def of_another_machine(rank: int, world: int, path: str) -> str:

@@ -35,7 +35,6 @@ from mxep.moe.expert_mlp import (
     down_bias_gradients,
     expert_gemms,
     first_product,
-    make_dgrad_forms,
     rows_gradient,
     second_product,
     weight_gradients,
@@ -244,8 +243,9 @@ class _FusedMoE(torch.autograd.Function):
         # Of the last chunk alone: backward makes gate and up of the others again.
         keeps = saves and runtime.keep_first_product
         makes_both = saves and runtime.keep_dgrad_weights
-        dgrad_forms = make_dgrad_forms(gemms, needs) if makes_both else (None, None, None, None)
+        gate_up_form = gemms[0].make_both() if makes_both and needs.saves_gate_up_weight else (None, None)
         kept = first_product(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
+        down_form = gemms[1].make_both() if makes_both and needs.w2 else (None, None)
         gate_up = None if kept is None else kept.gate_up  # (P, 2H)
 
         def outputs() -> Tensor:
@@ -270,7 +270,9 @@ class _FusedMoE(torch.autograd.Function):
             # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
             recomputes = kept_x is not None and (config.router_dtype == "fp32" or not torch.is_autocast_enabled(x.device.type))
             kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
-            saved = SavedTensors(kept_x, kept_logits, columns, *saved_tensors(kept_rows), *saved_tensors(gate_up), *dgrad_forms)
+            saved = SavedTensors(
+                kept_x, kept_logits, columns, *saved_tensors(kept_rows), *saved_tensors(gate_up), *gate_up_form, *down_form
+            )
             ctx.dispatcher, tensors = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
             ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)

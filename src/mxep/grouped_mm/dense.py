@@ -26,6 +26,7 @@ from mxep.shapes import MX_BLOCK
 
 _WHERE = "MXLinear"
 _DTYPES = (torch.bfloat16, torch.float32)
+_REAL = (Tensor, torch.nn.Parameter, MXTensor)  # no fake tensors
 
 
 def _group_end(rows: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ def _group_end(rows: Tensor) -> Tensor:
     Filling it is a launch, so it is kept for other calls with as many rows on the same stream: a graph that is traced or captured has its
     own.
     """
-    if torch._C._len_torch_dispatch_stack() or is_capturing():
+    if torch._C._len_torch_dispatch_stack() or is_capturing() or type(rows) not in _REAL:
         return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
     return _kept_group_end(rows.shape[0], rows.device, torch._C._cuda_getCurrentRawStream(rows.device.index) if rows.is_cuda else 0)
 

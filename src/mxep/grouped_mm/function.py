@@ -6,6 +6,7 @@ with w quantised along N; wgrad multiplies both operands as they came ("hp"), th
 both quantised 32x1 along M ("mxfp8"); see grouped_mm/products.py.
 dW is w's gradient, or is added to a float32 main gradient, unrounded.
 Saves w, and A as wgrad reads it, if at all: as it came for "hp", its MX bytes for "mx", those of its transpose for "mxfp8".
+On FP8 paths also what dgrad reads of a trained w, which one pass makes with what forward reads.
 Host syncs: none on GPUs outside of checking mode.
 """
 
@@ -78,9 +79,9 @@ def multiply(
     operands = gemm_operands(a, gemm, pad_map)
     assert operands.gemm is not None
     weights = Weights(w, None, gemm, kept, dtype=weight_dtype)
-    # dgrad multiplies on the path of a's dtype
+    # dgrad multiplies on the path of a's dtype.  A frozen weight keeps no second form.
     one_path = gemm is not None and (a.dtype == gemm.out_dtype or gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype))
-    for_dgrad = one_path and ctx.needs_input_grad[0]
+    for_dgrad = one_path and all(ctx.needs_input_grad[:2])
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
     out = forward_gemm(operands.gemm, weights, ends, operands.row_map)
     if pad_map is not None:
@@ -110,6 +111,7 @@ def gradients(
         assert operands.gemm is not None
         d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map)
         d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
+    operands = operands._replace(gemm=None)  # wgrad need not hold its memory
     if needs_w:
         maps = operands.row_map, operands.row_map
         assert operands.wgrad is not None

@@ -293,7 +293,7 @@ class Weights:
         """What "forward", (L, N, K), or "dgrad", (L, K, N), reads: MX bytes, or the rebased form if it is kept."""
         assert self.gemm is not None
         if which in self._forms:
-            return self._forms[which]
+            return self._forms[which] if self._keep or which == "dgrad" else self._forms.pop(which)
         path = self.gemm.path_to(self.gemm.out_dtype)
         if self._frozen:
             made = self._frozen_form(which, path)
@@ -317,7 +317,7 @@ class Weights:
     def make_both(self) -> SavedForm:
         """Make what "forward" and "dgrad" read in one pass: for 1.4 times the cost of one of them.
 
-        `quantized` returns forward's form until this object ends.  An autograd function saves the result, dgrad's form (data and scale),
+        `quantized` returns forward's form, once unless it is kept.  An autograd function saves the result, dgrad's form (data and scale),
         and passes it to the `Weights` of its backward.  The result is a pair of None where two passes make the forms, and where a cache
         keeps them.
         """

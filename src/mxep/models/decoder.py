@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,10 @@ class Attention(nn.Module, ABC):
     """
 
     wo: nn.Linear
+
+    @abstractmethod
+    def __init__(self, config: Any) -> None:
+        super().__init__()
 
     @abstractmethod
     def forward(self, x: Tensor, table: Tensor, mask: DocumentMask | None = None) -> Tensor:

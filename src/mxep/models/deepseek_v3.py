@@ -36,7 +36,7 @@ class LatentAttention(Attention):
     """Multi-head latent attention: keys and values are projected from one narrow latent per token; a separate key part has the position."""
 
     def __init__(self, config: DeepSeekV3Config) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.scale = attention_scale(config)
         query_width = config.num_heads * config.qk_head_dim

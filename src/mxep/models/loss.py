@@ -170,6 +170,7 @@ class _MX:
         if d_hidden is not None:
             assert grad.gemm is not None
             d_hidden.copy_(dgrad_gemm(grad.gemm, self.weights, ends)[: d_hidden.shape[0]])
+            grad = grad._replace(gemm=None)  # wgrad need not hold its memory
         if self.d_weight is not None:
             assert grad.wgrad is not None
             assert rows.wgrad is not None

@@ -24,7 +24,7 @@ class GroupedQueryAttention(Attention):
     """Several query heads share one head of keys and values; each query and key head is normed before it is rotated."""
 
     def __init__(self, config: Qwen3MoEConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)

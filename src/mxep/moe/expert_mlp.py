@@ -206,6 +206,11 @@ class NeedsGrad(NamedTuple):
         return self.w1 or self.w3 or self.lora1
 
     @property
+    def saves_gate_up_weight(self) -> bool:
+        """Whether forward keeps what dgrad reads of gate and up: of weights that are trained, not of a frozen base."""
+        return self.x and (self.w1 or self.w3)
+
+    @property
     def gate_up(self) -> bool:
         """Whether the gradient of gate and up is needed."""
         return self.x or self.reads_x or self.b1 or self.b3
@@ -243,16 +248,9 @@ def expert_gemms(
     keep: bool = False,
     dgrad: Sequence[Tensor | None] = (None, None, None, None),
 ) -> ExpertGemms:
-    """The weights as the GEMMs read them; `caches` and `keep` as in `Weights`, `dgrad` as `make_dgrad_forms` returned it."""
+    """The weights as the GEMMs read them; `caches` and `keep` as in `Weights`, `dgrad` what `make_both` of each returned."""
     gate_up = Weights(weights.w1, weights.w3, options.gemm, caches[0], keep, options.weight_dtype, (dgrad[0], dgrad[1]))
     return gate_up, Weights(weights.w2, None, options.gemm, caches[1], keep, options.weight_dtype, (dgrad[2], dgrad[3]))
-
-
-def make_dgrad_forms(gemms: ExpertGemms, needs: NeedsGrad) -> tuple[Tensor | None, ...]:
-    """What dgrad reads of gate and up, and of down, for an autograd function to save: `Weights.make_both` of each that needs one."""
-    gate_up, down = gemms
-    of_gate_up = gate_up.make_both() if needs.x else (None, None)
-    return *of_gate_up, *(down.make_both() if needs.activation else (None, None))
 
 
 def _product(x: Tensor, factor: Tensor | None, rows: ExpertRows, options: ExpertOptions) -> Tensor:

@@ -110,7 +110,7 @@ class _ExpertFFN(torch.autograd.Function):
         lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
         weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), shared_form(x, options.gemm)
         gemms, needs = expert_gemms(weights, options, caches), _needs_grad(ctx)
-        dgrad = gemms[0].make_both() if needs.x else (None, None)
+        dgrad = gemms[0].make_both() if needs.saves_gate_up_weight else (None, None)
         gate_up, _ = first_product(x, weights, gemms, ExpertRows(offs), options)
         ctx.save_for_backward(*saved_tensors(x if needs.reads_x else None), gate_up, offs, *dgrad, *weights.tensors)
         ctx.mark_non_differentiable(gate_up)

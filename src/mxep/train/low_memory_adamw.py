@@ -110,13 +110,14 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             *moments,
             *scales,
             state["step"],
-            lr if isinstance(lr, Tensor) else torch.full((), lr, device=local.device),
+            lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=local.device),
             self.grad_scale,
             self.found_inf,
             self._keys[parameter],
             _runs(parameter.shape, region),
             (*group["betas"], group["weight_decay"], group["eps"]),
         )
+        torch.autograd.graph.increment_version((parameter, local))  # kernels write past autograd
 
 
 def _runs(shape: torch.Size, region: tuple[slice, ...]) -> tuple[int, int, int]:

@@ -362,8 +362,8 @@ def block_kept_weights(model: ModelConfig, W: int, recipe: Recipe, dense: bool, 
     Args:
         W, dense, fused_layer, recompute: as in `block_kept_bytes`.
     """
-    keeps = recompute in ("none", "keep_moe") and not dense and runs_fused(recipe)
-    matrices = 3 if fused_layer else 2  # gate, up and down
+    keeps = recompute in ("none", "keep_moe") and not dense and recipe.gemm == "mxfp8"
+    matrices = 2 if runs_fused(recipe) and not fused_layer else 3  # gate, up and down
     return keeps * matrices * (model.num_experts // W) * model.expert_hidden * model.dim
 
 

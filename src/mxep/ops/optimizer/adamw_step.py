@@ -18,6 +18,8 @@ from mxep.ops.runtime.nvrtc import Arguments, Kernel
 
 FILES = ("runtime/hopper.cuh", "optimizer/adamw_step.cu")
 _LANE = 8  # values that a lane of the kernel takes at a time
+_COUNT = "adamw_count_step"  # the entry that one thread runs
+_LEAST_MAJOR = 8  # compute capability: bf16 conversions, reductions over a warp
 ONE_RUN, WHOLE_LANES, ANY = range(3)  # how a shard lies in the whole parameter: constants of the kernel
 
 
@@ -39,9 +41,12 @@ def options_of(bits: int, floats: tuple[bool, bool], vectors: bool, runs: int) -
 def _kernel(device: int, entry: str, *variant: Any) -> Kernel:
     """`variant`: the arguments of `options_of`."""
     major, minor = compute_capability(device)
+    if major < _LEAST_MAJOR:
+        raise ValueError(f"adamw_step: a GPU of SM{major}{minor}, want SM{_LEAST_MAJOR}0 or later; use --optimizer adamw --dtype float32")
     options = options_of(*variant)
     words = 3 * CELLS + 2 * options["CODE_VALUES"] if options["BITS"] else 0
-    return Kernel(entry, FILES, options, tiles.ADAMW_THREADS, 4 * words, chip=f"sm_{major}{minor}")
+    threads, shared = (1, 0) if entry == _COUNT else (tiles.ADAMW_THREADS, 4 * words)
+    return Kernel(entry, FILES, options, threads, shared, chip=f"sm_{major}{minor}")
 
 
 def adamw_step(
@@ -59,7 +64,7 @@ def adamw_step(
     runs: Sequence[int],
     hyperparameters: Sequence[float],
 ) -> None:
-    check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
+    check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf))
     n, device, bits = parameter.numel(), parameter.device, bits_of(parameter, exp_avg, exp_avg_scale)
     if not n:
         return
@@ -71,7 +76,7 @@ def adamw_step(
     kind = ANY if first % _LANE or (skip and (run % _LANE or skip % _LANE)) else WHOLE_LANES if skip else ONE_RUN
     vectors = not any(tensor.data_ptr() % 16 for tensor in (parameter, gradient, exp_avg, exp_avg_sq))
     floats = (parameter.dtype == torch.float32, gradient.dtype == torch.float32)
-    kernels = [_kernel(device.index, entry, bits, floats, vectors, kind) for entry in ("adamw_step", "adamw_count_step")]
+    kernels = [_kernel(device.index, entry, bits, floats, vectors, kind) for entry in ("adamw_step", _COUNT)]
     blocks = min(-(-n // (_LANE * tiles.ADAMW_THREADS)), tiles.ADAMW_MIN_BLOCKS * multiprocessors(device.index))
     arguments = Arguments(
         parameter,

@@ -28,8 +28,9 @@ def check_adamw_step(
     exp_avg_sq: Tensor,
     exp_avg_scale: Tensor | None,
     exp_avg_sq_scale: Tensor | None,
+    scalars: tuple[Tensor | None, ...],
 ) -> None:
-    """Raises ValueError unless the tensors are those of `adamw_step`."""
+    """Raises ValueError unless the tensors are those of `adamw_step`; scalars: step, lr, grad_scale, found_inf."""
     moments = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
     n, bits = parameter.numel(), bits_of(parameter, exp_avg, exp_avg_scale)
     block = BLOCKS.get(bits, 1)
@@ -44,6 +45,12 @@ def check_adamw_step(
             f"{found}, want (n,) bfloat16 or float32 and moments in the parameter's dtype, or uint8 codes of 8 or 4 bits with a float32 "
             "scale for every 256 or 128 values"
         )
+    numbers = [number for number in scalars if number is not None]
+    if any(number.shape or number.dtype != torch.float32 for number in numbers):
+        got = [f"{tuple(number.shape)} {number.dtype}" for number in numbers]
+        raise ValueError(f"adamw_step: step, lr, grad_scale and found_inf that are there are {got}, want () float32")
+    if {tensor.device for tensor in (*given, *numbers)} != {parameter.device}:
+        raise ValueError(f"adamw_step: a tensor on another device than the parameter's, {parameter.device}; move all of them there")
     if not all(tensor.is_contiguous() for tensor in given):
         raise ValueError("adamw_step: a tensor that is not contiguous, want contiguous ones; the step writes in place")
 
@@ -79,7 +86,7 @@ def adamw_step(
     """
     from torchao.optim.adam import single_param_adam
 
-    check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
+    check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf))
     skipped = torch.zeros_like(step) > 0 if found_inf is None else found_inf > 0
     now = step + 1
     new = parameter.to(torch.float32, copy=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-INVALID_TOPK = "sort_topk: experts (T, C) have a number below 0 or from num_experts on, or one twice in a row, where that is not allowed"
+INVALID_TOPK = "fused_experts: a token has an expert below 0 or from num_experts on, or the same one twice; MXEP_CHECK=1 says which"
 _SCORES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = ("rank_dedup", "all_to_all", "all_ranks")  # of a row exchange (mxep/fused/dispatcher.py), in the order of `count_rows`'s columns
 
