@@ -135,7 +135,7 @@ def test_wrong_choices_are_asserted(given: list[list[int]], allowed: tuple[bool,
     """On a GPU the assertion is compiled in; Triton's interpreter has it only on request."""
     monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(debug=True))
     kernels.sort_topk(torch.tensor([[2, 0]]), torch.zeros(1, 2), 4, *allowed)
-    with pytest.raises(interpreter.InterpreterError, match="sort_topk: experts"):
+    with pytest.raises(interpreter.InterpreterError, match="fused_experts: a token has an expert"):
         kernels.sort_topk(torch.tensor(given), torch.zeros(len(given), len(given[0])), 4, *allowed)
 
 
