@@ -25,6 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 import torch.utils._device
 
 from mxep.bench.records import device_name, origin, read_records, write_records
@@ -130,6 +131,17 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         large = torch.full((256 << 20,), _POISON_FLOAT, dtype=torch.uint8, device="cuda")
         small = [torch.full((256 << 10,), _POISON_FLOAT, dtype=torch.uint8, device="cuda") for _ in range(64)]
         del large, small
+
+
+@pytest.fixture
+def nccl() -> Iterator[torch.device]:
+    """The GPU of a group of one rank, with deterministic algorithms."""
+    device = torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward
+    yield device
+    torch.use_deterministic_algorithms(False)
+    dist.destroy_process_group()
 
 
 @pytest.fixture

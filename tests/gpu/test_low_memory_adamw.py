@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.steps import done, same, state_of
 from torch import nn
 
@@ -49,16 +47,6 @@ def test_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
         torch.testing.assert_close(found, want, rtol=2**-7, atol=1e-3)
         if precision.dtype == "bfloat16":
             assert (found != want).float().mean() < 0.02, "other random bits"
-
-
-@pytest.fixture
-def nccl() -> Iterator[torch.device]:
-    device = torch.device("cuda", 0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward
-    yield device
-    torch.use_deterministic_algorithms(False)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("precision", [StatePrecision(), *KINDS[:1]], ids=str)

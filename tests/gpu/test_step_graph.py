@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.steps import done, same, state_of
 from torch.distributed.tensor import DTensor
 
@@ -23,15 +21,9 @@ pytestmark = pytest.mark.gpu
 STEPS, BAD = 10, 7  # a step of the graph
 
 
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+@pytest.fixture(autouse=True)
+def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXEP_CHECK", "0")  # checks read values on the host
-    device = torch.device("cuda", 0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward
-    yield device
-    torch.use_deterministic_algorithms(False)
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def _kernel(width: int, item_bytes: int, wide: bool, block_scales: bool, mx: boo
 
 @functools.lru_cache(maxsize=_KEPT)
 def _arguments(*arguments: int) -> Arguments:
-    """Addresses and numbers: the allocator hands out the same addresses in every step."""
+    """Addresses and numbers: the allocator hands out the same addresses in every step. `Kernel.launch` would be a Python call more."""
     return Arguments(*arguments)
 
 
