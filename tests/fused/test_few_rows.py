@@ -143,10 +143,11 @@ def test_ranks_with_other_numbers_of_tokens_agree() -> None:
     """The limit counts the tokens of all ranks; the last rank has none."""
 
     def layer(rank: int, world: int, group: str, recipe: Recipe) -> list[Tensor]:
-        torch.manual_seed(0)
-        w1, w2, router = torch.randn(E, 2 * H, D) / 8, torch.randn(E, D, H) / 8, torch.randn(E, D)
+        seeded = torch.Generator().manual_seed(0)  # of this rank alone: ranks are threads and share the global generator
+        w1, w2 = torch.randn(E, 2 * H, D, generator=seeded) / 8, torch.randn(E, D, H, generator=seeded) / 8
+        router, x = torch.randn(E, D, generator=seeded), torch.randn(T, D, generator=seeded)
         mine = slice(rank * E // world, (rank + 1) * E // world)
-        x = torch.randn(T, D)[: T if rank == 0 else 0].requires_grad_()
+        x = x[: T if rank == 0 else 0].requires_grad_()
         leaves = w1[mine].clone().requires_grad_(), w2[mine].clone().requires_grad_()
         y = mxep.fused_moe(x, router, leaves[0], None, leaves[1], None, C, E, group=group, recipe=recipe)
         y.sum().backward()
