@@ -91,8 +91,13 @@ quantize_rowwise_columnwise(const u8* __restrict__ x, long long x_batch, long lo
     u32 of_rows[8], of_columns[4];
     lane_maxima(v, of_rows, of_columns);
     if (ROWS_TOO) row_block_maxima(of_rows);
-    if (ROWS_TOO) stage_row_scales(along_rows(v, of_rows, row_tile, at, AsQuantized()), row_scales + step * TILE_BLOCKS, at);
-    stage_column_scales(along_columns(v, of_columns, column_tile, at, AsQuantized()),
+    auto of_row = [&](int i) { return block_scale<SCALING>(of_rows[i]); };
+    if (ROWS_TOO) stage_row_scales(along_rows(v, of_row, row_tile, at, AsQuantized()), row_scales + step * TILE_BLOCKS, at);
+    auto of_column = [&](int j) {
+      if (FLOAT || j % 2 == 0) of_columns[FLOAT ? j : j / 2] = column_block_maximum(of_columns[FLOAT ? j : j / 2]);
+      return block_scale<SCALING>(FLOAT ? of_columns[j] : j % 2 ? high(of_columns[j / 2]) : low(of_columns[j / 2]));
+    };
+    stage_column_scales(along_columns(v, of_column, column_tile, at, AsQuantized()),
                         column_scales + step * COLUMNS * COLUMN_PITCH + row_step * ROW_WARPS + at.row / 32, at);
     __syncthreads();
 

@@ -86,57 +86,58 @@ __device__ __forceinline__ u32 column_block_maximum(u32 of_lane) {
 }
 
 // What a form does to four bytes of a block after they are packed: nothing.
-struct AsQuantized { __device__ __forceinline__ u32 operator()(int, u32, u32 packed) const { return packed; } };
+struct AsQuantized { __device__ __forceinline__ u32 operator()(int, u32 packed) const { return packed; } };
 
-// Blocks of 32 columns: 8 rows of this lane into `tile`; its e8m0 bytes of them.  `finish(row, exponent, packed bytes)`: the bytes to write.
-template <class Finish>
-__device__ __forceinline__ uint2 along_rows(const u32 (&v)[8][4], const u32 (&largest)[8], uint4* tile, Lane at, Finish finish) {
+// Blocks of 32 columns: 8 rows of this lane into `tile`; their e8m0 bytes.  `scale(row)`: of its block; called before `finish(row, packed
+// bytes)`, the bytes to write.
+template <class Scale, class Finish>
+__device__ __forceinline__ uint2 along_rows(const u32 (&v)[8][4], Scale scale, uint4* tile, Lane at, Finish finish) {
   const u32 first = row_place(at.row * ROW_CHUNKS + at.column / 16);
   u32 bytes[2] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const auto [e, f] = block_scale<SCALING>(largest[i]);
+    const auto [e, f] = scale(i);
     const u32 chunk = first + i * ROW_CHUNKS;
     const u32(&x)[4] = v[i];
     if (FLOAT) {
-      ((u32*)tile)[chunk * 4 + at.group % 4] = finish(i, e, pack4(times(x[0], f), times(x[1], f), times(x[2], f), times(x[3], f)));
+      ((u32*)tile)[chunk * 4 + at.group % 4] = finish(i, pack4(times(x[0], f), times(x[1], f), times(x[2], f), times(x[3], f)));
     } else {
       const u32 f2 = __byte_perm(f, f, 0x3232), a = mul2(x[0], f2), b = mul2(x[1], f2), c = mul2(x[2], f2), d = mul2(x[3], f2);
-      ((uint2*)tile)[chunk * 2 + at.group % 2] = uint2{finish(i, e, pack4(low(a), high(a), low(b), high(b))),
-                                                       finish(i, e, pack4(low(c), high(c), low(d), high(d)))};
+      ((uint2*)tile)[chunk * 2 + at.group % 2] = uint2{finish(i, pack4(low(a), high(a), low(b), high(b))),
+                                                       finish(i, pack4(low(c), high(c), low(d), high(d)))};
     }
     bytes[i / 4] |= e << 8 * (i % 4);
   }
   return uint2{bytes[0], bytes[1]};
 }
 
-// Blocks of 32 rows: this lane's columns, transposed, into `tile`; their e8m0 bytes, which the 4 quarters all know.
-template <class Finish>
-__device__ __forceinline__ uint2 along_columns(const u32 (&v)[8][4], const u32 (&of_lane)[4], uint4* tile, Lane at, Finish finish) {
+// Blocks of 32 rows: this lane's columns, transposed, into `tile`; their e8m0 bytes.  `scale(column)` and `finish(column, packed bytes)` as
+// above.
+template <class Scale, class Finish>
+__device__ __forceinline__ uint2 along_columns(const u32 (&v)[8][4], Scale scale, uint4* tile, Lane at, Finish finish) {
   const u32 chunk = at.row / 16 ^ at.group, half = at.quarter % 2;      // group is column / LANE_COLUMNS % 8
   u32 bytes[2] = {};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const u32 m = column_block_maximum(of_lane[j]);
     u32 w[8];
     if (FLOAT) {
-      const auto [e, f] = block_scale<SCALING>(m);
+      const auto [e, f] = scale(j);
 #pragma unroll
       for (int i = 0; i < 8; ++i) w[i] = times(v[i][j], f);
       uint2* to = (uint2*)tile + ((at.column + j) * COLUMN_CHUNKS + chunk) * 2 + half;
-      *to = uint2{finish(j, e, pack4(w[0], w[1], w[2], w[3])), finish(j, e, pack4(w[4], w[5], w[6], w[7]))};
+      *to = uint2{finish(j, pack4(w[0], w[1], w[2], w[3])), finish(j, pack4(w[4], w[5], w[6], w[7]))};
       bytes[0] |= e << 8 * j;
     } else {
-      const BlockScale a = block_scale<SCALING>(low(m)), b = block_scale<SCALING>(high(m));
+      const BlockScale a = scale(2 * j), b = scale(2 * j + 1);
       const u32 f2 = __byte_perm(a.factor, b.factor, 0x7632);
       uint2* to = (uint2*)tile + ((at.column + j * 2) * COLUMN_CHUNKS + chunk) * 2 + half;
 #pragma unroll
       for (int i = 0; i < 8; ++i) w[i] = mul2(v[i][j], f2);
-      *to = uint2{finish(2 * j, a.exponent, pack4(low(w[0]), low(w[1]), low(w[2]), low(w[3]))),
-                  finish(2 * j, a.exponent, pack4(low(w[4]), low(w[5]), low(w[6]), low(w[7])))};
+      *to = uint2{finish(2 * j, pack4(low(w[0]), low(w[1]), low(w[2]), low(w[3]))),
+                  finish(2 * j, pack4(low(w[4]), low(w[5]), low(w[6]), low(w[7])))};
       to += COLUMN_CHUNKS * 2;
-      *to = uint2{finish(2 * j + 1, b.exponent, pack4(high(w[0]), high(w[1]), high(w[2]), high(w[3]))),
-                  finish(2 * j + 1, b.exponent, pack4(high(w[4]), high(w[5]), high(w[6]), high(w[7])))};
+      *to = uint2{finish(2 * j + 1, pack4(high(w[0]), high(w[1]), high(w[2]), high(w[3]))),
+                  finish(2 * j + 1, pack4(high(w[4]), high(w[5]), high(w[6]), high(w[7])))};
       bytes[j / 2] |= (a.exponent | b.exponent << 8) << 16 * (j % 2);
     }
   }

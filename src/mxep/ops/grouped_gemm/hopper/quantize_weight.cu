@@ -62,8 +62,6 @@ __device__ __forceinline__ void round_to_bf16(u32 (&v)[8][4]) {
 }
 
 __device__ __forceinline__ int bits_of(u32 exponent) { return exponent ? exponent << 23 : 0x00400000; }      // of 2^(exponent - 127)
-__device__ __forceinline__ u32 good(u32 largest) { return largest < 0x7F800000 ? largest : 0; }   // a block with a NaN or Inf takes no part
-__device__ __forceinline__ u32 good_word(u32 word) { return FLOAT ? good(word) : good(low(word)) >> 16 | good(high(word)); }
 
 // N words of each lane -> one: the maximum of word k over the lanes that differ in STEP, 2 STEP .. comes to the lane whose bits from
 // STEP N/2 down to STEP say k.
@@ -81,42 +79,45 @@ template <int N, int STEP> __device__ __forceinline__ u32 fold(u32* words) {
   }
 }
 
-// The largest exponents of the tile's rows and columns, added to the group's.
-__device__ __forceinline__ void find_exponents(u32 (&v)[8][4], int* tops, const Weight& w, const Results& out, Tile tile, u32 tid) {
-  const Lane at = lane_of(tid);
-  u32 of_rows[8], of_columns[4], any = 0;
+// A lane looks after OWN of the row blocks that it has a part of, and as many column blocks: rows OWN * row_owner .. and columns
+// OWN * quarter .. of its own.
+constexpr int OWN = FLOAT ? 1 : 2, ROW_LANES = 8 / OWN;
+
+// Largest magnitudes of these blocks, as float32 bits.
+__device__ __forceinline__ void own_maxima(const u32 (&v)[8][4], u32 (&rows)[OWN], u32 (&columns)[OWN]) {
+  u32 of_rows[8], of_columns[4];
   lane_maxima(v, of_rows, of_columns);
+  if (FLOAT) {
+    rows[0] = fold<8, 1>(of_rows);
+    columns[0] = fold<4, 8>(of_columns);
+  } else {
+    u32 pairs[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) any = larger(any, of_columns[j]);
-  if (__any_sync(~0u, good_word(any) != any)) {          // blocks matter only where one of them is bad
-    row_block_maxima(of_rows);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) of_rows[i] = FLOAT ? good(of_rows[i]) : good(of_rows[i]) >> 16;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) of_columns[j] = good_word(column_block_maximum(of_columns[j]));
+    for (int i = 0; i < 4; ++i) pairs[i] = row_pair(of_rows[2 * i], of_rows[2 * i + 1]);
+    const u32 row = fold<4, 1>(pairs), column = fold<4, 8>(of_columns);
+    rows[0] = low(row), rows[OWN - 1] = high(row), columns[0] = low(column), columns[OWN - 1] = high(column);
   }
-  auto add = [&](int place, u32 largest) { atomicMax(tops + place, (int)block_scale<SCALING>(largest).exponent); };
-  if (ROWS_TOO) {                                        // lane k of the 8 has row k
+}
+
+// The largest exponents of the tile's rows and columns, added to the group's; a block with a NaN or Inf takes no part.
+__device__ __forceinline__ void find_exponents(const u32 (&v)[8][4], int* tops, const Weight& w, const Results& out, Tile tile, u32 tid) {
+  const Lane at = lane_of(tid);
+  u32 rows[OWN], columns[OWN];
+  own_maxima(v, rows, columns);
+  auto exponent = [](u32 largest) { return largest < 0x7F800000 ? block_scale<SCALING>(largest).exponent : 0; };
+  auto add = [&](int place, u32 e) { atomicMax(tops + place, (int)e); };
+  if (ROWS_TOO) {
     if (FLOAT) {
-      add(at.row + at.group, fold<8, 1>(of_rows));
-    } else {
-      u32 pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = row_pair(of_rows[2 * i], of_rows[2 * i + 1]);
-      u32 pair = fold<4, 2>(pairs);
-      pair = max2(pair, __shfl_xor_sync(~0u, pair, 1));
-      add(at.row + at.group, at.group % 2 ? high(pair) : low(pair));
+      add(at.row + at.group, exponent(rows[0]));
+    } else {                                             // of the two blocks of the warp's rows
+      u32 e = exponent(rows[0]) | exponent(rows[OWN - 1]) << 16;
+      e = max2(e, __shfl_xor_sync(~0u, e, 4));
+      add(at.row + at.group % 4 * 2 + at.group / 4, at.group / 4 ? e >> 16 : e & 0xFFFF);
     }
   }
-  if (COLUMNS_TOO) {                                     // each quarter has a word
-    const u32 word = fold<4, 8>(of_columns);
-    if (FLOAT) {
-      add(ROWS + at.column + at.quarter, word);
-    } else {
-      add(ROWS + at.column + 2 * at.quarter, low(word));
-      add(ROWS + at.column + 2 * at.quarter + 1, high(word));
-    }
-  }
+  if (COLUMNS_TOO)
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) add(ROWS + at.column + at.quarter * OWN + i, exponent(columns[i]));
   __syncthreads();
   if (ROWS_TOO)
     for (int i = tid; i < min(ROWS, w.R - tile.row); i += THREADS)
@@ -127,42 +128,38 @@ __device__ __forceinline__ void find_exponents(u32 (&v)[8][4], int* tops, const 
   __threadfence();
 }
 
-// The exponents that N neighbouring rows or columns share, as bytes.
-template <int N> struct Tops {
-  u32 words[N / 4];
-  __device__ __forceinline__ Tops(const int* scale, bool valid) {
+// What a lane's own blocks are multiplied with: bits of a bf16, which brings a block to e4m3's range, above those of an f16, which brings it
+// to the exponent of the row or column.
+__device__ __forceinline__ void own_factors(u32 (&words)[OWN], const int* scale, bool valid) {
 #pragma unroll
-    for (int i = 0; i < N / 4; ++i) {
-      const int4 bits = valid ? __ldcg((const int4*)scale + i) : int4{};
-      words[i] = bits.x >> 23 | bits.y >> 23 << 8 | bits.z >> 23 << 16 | bits.w >> 23 << 24;
-    }
+  for (int i = 0; i < OWN; ++i) {
+    const int top = valid ? __ldcg(scale + i) >> 23 : 0;
+    const auto [e, f] = block_scale<SCALING>(words[i]);
+    words[i] = __byte_perm(shift_factor(top - int(e), e), f, 0x7610);
   }
-  __device__ __forceinline__ u32 rebased(int i, u32 exponent, u32 packed) const {
-    return shifted(packed, shift_factor(int(words[i / 4] >> 8 * (i % 4) & 0xFF) - int(exponent), exponent));
-  }
-};
+}
+__device__ __forceinline__ BlockScale from_owner(const u32 (&words)[OWN], int block, u32 lane, u32& word) {
+  word = __shfl_sync(~0u, words[block % OWN], lane);
+  return BlockScale{0, FLOAT ? high(word) : word};
+}
+__device__ __forceinline__ u32 rebased(u32 packed, u32 word) { return shifted(packed, __byte_perm(word, word, 0x1010)); }
 
-// Both forms of the tile, in shared memory.  `turn`: shared address of the tile, read for each form: what is kept would spill.
-__device__ __forceinline__ void quantise(u32 (&v)[8][4], uint4* row_tile, uint4* column_tile, const Weight& w, const Results& out, u32 turn,
-                                         u32 tid) {
-  u32 of_rows[8], of_columns[4];
-  lane_maxima(v, of_rows, of_columns);
-  if (ROWS_TOO) {
-    row_block_maxima(of_rows);
-    const Lane at = lane_of(tid);
-    const int4 tile = load_shared_4(turn);
-    const int r = tile.y + at.row;
-    const Tops<8> tops(out.scale + (long long)tile.x * w.R + r, r < w.R);
-    along_rows(v, of_rows, row_tile, at, [&](int i, u32 e, u32 packed) { return tops.rebased(i, e, packed); });
-  }
-  if (COLUMNS_TOO) {
-    asm volatile("" : "+r"(tid));
-    const Lane at = lane_of(tid);
-    const int4 tile = load_shared_4(turn);
-    const int c = tile.z + at.column;
-    const Tops<LANE_COLUMNS> tops(out.scale_t + (long long)tile.x * w.C + c, c < w.C);
-    along_columns(v, of_columns, column_tile, at, [&](int j, u32 e, u32 packed) { return tops.rebased(j, e, packed); });
-  }
+// Both forms of the tile, in shared memory.
+__device__ __forceinline__ void quantise(const u32 (&v)[8][4], uint4* row_tile, uint4* column_tile, const Weight& w, const Results& out,
+                                         Tile tile, u32 tid) {
+  const Lane at = lane_of(tid);
+  u32 rows[OWN], columns[OWN], word[2];
+  own_maxima(v, rows, columns);
+  const int r = tile.row + at.row + tid % ROW_LANES * OWN, c = tile.column + at.column + at.quarter * OWN;
+  if (ROWS_TOO) own_factors(rows, out.scale + (long long)tile.group * w.R + r, r < w.R);
+  if (COLUMNS_TOO) own_factors(columns, out.scale_t + (long long)tile.group * w.C + c, c < w.C);
+  const u32 lane = tid % 32;
+  if (ROWS_TOO)
+    along_rows(v, [&](int i) { return from_owner(rows, i, lane / ROW_LANES * ROW_LANES + i / OWN, word[0]); }, row_tile, at,
+               [&](int, u32 packed) { return rebased(packed, word[0]); });
+  if (COLUMNS_TOO)
+    along_columns(v, [&](int j) { return from_owner(columns, j, lane % 8 + j / OWN * 8, word[j % 2]); }, column_tile, at,
+                  [&](int j, u32 packed) { return rebased(packed, word[j % 2]); });
 }
 
 __device__ __forceinline__ void write(const uint4* row_tile, const uint4* column_tile, const Weight& w, const Results& out, Tile tile, u32 tid) {
@@ -223,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) quantize_weigh
     __syncthreads();
     if (FLOAT && ROUND) round_to_bf16(v);
     if (kind == FIND) find_exponents(v, tops, w, out, Tile{turn.x, turn.y, turn.z}, tid);
-    else quantise(v, row_tile, column_tile, w, out, (u32)__cvta_generic_to_shared(drawn + place), tid);
+    else quantise(v, row_tile, column_tile, w, out, Tile{turn.x, turn.y, turn.z}, tid);
     __syncthreads();
     if (tid == 0) draw(place ^ 1);
     const int4 done = read(place);
