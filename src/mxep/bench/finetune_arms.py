@@ -31,11 +31,11 @@ RANK = 16
 BASELINE = "lora_bf16_peft"
 WEIGHTS_STD, ADAPTERS_STD = 0.02, 0.01
 LAYERS_OF_CHECK = 2
-MOST_LOSS, LEAST_DB = 5e-3, 8.0
+MOST_LOSS, MOST_NORM, LEAST_DB = 5e-3, 0.1, 5.0
 CHECK = (
     f"the first loss and the norm of all gradients are finite; every adapter has a gradient that is finite and not 0; on {LAYERS_OF_CHECK} "
-    f"layers and one sequence our arms with adapters have the loss of {BASELINE} within {MOST_LOSS} relative, and their gradients are at "
-    f"least {LEAST_DB:.0f} dB from its"
+    f"layers and one sequence our arms with adapters have the loss of {BASELINE} within {MOST_LOSS} relative, the norm of each adapter's "
+    f"gradient within {MOST_NORM}, and the gradient at least {LEAST_DB:.0f} dB from its: rounding sends some tokens to other experts"
 )
 _LORA_LR, _FULL_LR, _EPS = 1e-3, 1e-5, 1e-8
 _ON_ATTENTION, _ON_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -215,7 +215,7 @@ class FinetuneRun:
 
 
 def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str, float]:
-    """The loss of a few layers and the gradient of the worst adapter in dB, against `BASELINE`.
+    """The loss of a few layers, the distance of the worst adapter's gradient in dB, and of the worst norm, against `BASELINE`.
 
     Raises:
         WrongResultError: they differ by more than `CHECK` says.
@@ -230,14 +230,20 @@ def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str
         del run, loss
         _free()
     (want, of_base), (got, ours) = found[BASELINE], found[name]
-    worst = min(ours, key=lambda key: sqnr_db(of_base[key], ours[key], None))
-    db = sqnr_db(of_base[worst], ours[worst], None)
-    if not abs(got - want) <= MOST_LOSS * abs(want) or not db >= LEAST_DB:
+    db = {key: sqnr_db(of_base[key], grad, None) for key, grad in ours.items()}
+    off = {key: abs(grad.norm() / of_base[key].norm() - 1).item() for key, grad in ours.items()}
+    worst, longest = min(db, key=lambda key: db[key]), max(off, key=lambda key: off[key])
+    if not (abs(got - want) <= MOST_LOSS * abs(want) and off[longest] <= MOST_NORM and db[worst] >= LEAST_DB):
         raise WrongResultError(
-            f"{name}: on {few.layers} layers the loss is {got:.5f} and {BASELINE}'s {want:.5f}, and the gradient of {worst} is {db:.1f} dB "
-            f"from its; want {MOST_LOSS} relative and {LEAST_DB:.0f} dB"
+            f"{name}: on {few.layers} layers the loss is {got:.5f} and {BASELINE}'s {want:.5f}, the gradient of {worst} is {db[worst]:.1f} dB "
+            f"from its, and the norm of {longest}'s is off by {off[longest]:.3f}; want {MOST_LOSS}, {LEAST_DB} dB and {MOST_NORM}"
         )
-    return {"loss": round(got, 5), "loss_of_baseline": round(want, 5), "worst_db": round(db, 2)}
+    return {
+        "loss": round(got, 5),
+        "loss_of_baseline": round(want, 5),
+        "worst_db": round(db[worst], 2),
+        "worst_norm": round(off[longest], 4),
+    }
 
 
 def _free() -> None:

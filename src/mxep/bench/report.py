@@ -287,7 +287,7 @@ def finetune_table(records: Records) -> str:
             peak = f"{found['peak_gib']['allocated']:.1f} / {found['peak_gib']['reserved']:.1f}" if "peak_gib" in found else "-"
             losses = f"{found['loss_first']:.3f}", f"{found['loss_last']:.3f}"
             rows.append([what, f"`{arm}`", *times, " / ".join(faster), *weights, peak, *losses])
-        rows += [[what, f"`{arm}`", f"left out: {why}", *[""] * 8] for arm, why in record["left_out"].items()]
+        rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 8] for arm, why in record["left_out"].items()]
     memory = "base, GiB", "adapters, GiB", "peak, GiB: allocated / reserved"
     faster = f"against {' / '.join(f'`{base}`' for base, _ in finetune.RATIOS.values())}"
     return markdown(_bars("fine-tuning", "arm", "tokens a step", "s", "tokens/s", faster, *memory, "first loss", "last loss"), rows)
