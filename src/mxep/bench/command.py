@@ -120,8 +120,8 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
 def _measure(options: argparse.Namespace) -> int:
     """Runs as one rank, or as the only process."""
     with rank_group(BENCHMARKS[options.name].distributed, options.device) as (device, group):
-        chosen = {"peers": tuple(options.peers or ()), "arms": tuple(options.arms or ())}
-        setting = Setting(device, options.quick, group, size=options.thiek, layers=options.layers, **chosen)
+        peers, arms = tuple(options.peers or ()), tuple(options.arms or ())
+        setting = Setting(device, options.quick, group, size=options.thiek, peers=peers, arms=arms, layers=options.layers)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
 

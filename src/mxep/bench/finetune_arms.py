@@ -228,15 +228,16 @@ def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str
         run.check_adapters()
         found[arm] = loss.item(), {key: parameter.grad for key, parameter in _adapters(run.model) if parameter.grad is not None}
         del run, loss
-        _free()
+        _free(device)
     (want, of_base), (got, ours) = found[BASELINE], found[name]
     db = {key: sqnr_db(of_base[key], grad, None) for key, grad in ours.items()}
     off = {key: abs(grad.norm() / of_base[key].norm() - 1).item() for key, grad in ours.items()}
     worst, longest = min(db, key=lambda key: db[key]), max(off, key=lambda key: off[key])
     if not (abs(got - want) <= MOST_LOSS * abs(want) and off[longest] <= MOST_NORM and db[worst] >= LEAST_DB):
         raise WrongResultError(
-            f"{name}: on {few.layers} layers the loss is {got:.5f} and {BASELINE}'s {want:.5f}, the gradient of {worst} is {db[worst]:.1f} dB "
-            f"from its, and the norm of {longest}'s is off by {off[longest]:.3f}; want {MOST_LOSS}, {LEAST_DB} dB and {MOST_NORM}"
+            f"{name}: on {few.layers} layers the loss is {got:.5f} and {BASELINE}'s {want:.5f}, the gradient of {worst} is "
+            f"{db[worst]:.1f} dB from its, and the norm of {longest}'s is off by {off[longest]:.3f}; want "
+            f"{MOST_LOSS}, {LEAST_DB} dB and {MOST_NORM}"
         )
     return {
         "loss": round(got, 5),
@@ -246,9 +247,9 @@ def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str
     }
 
 
-def _free() -> None:
+def _free(device: torch.device) -> None:
     gc.collect()
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -304,5 +305,5 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
     found |= {"tokens": run.tokens.numel(), "tokens_per_s": round(run.tokens.numel() / step_s, 1), "step_s": round(step_s, 4)}
     found |= {"steps_s": [round(one, 4) for one in seconds], "loss_first": round(losses[0], 5), "loss_last": round(losses[-1], 5)}
     del run
-    _free()
+    _free(device)
     return found

@@ -136,8 +136,8 @@ class Case:
 
     Attributes:
         title: its name in progress lines.  shape: the record's shape; cases of one shape and `facts` share a record.
-        arms: what is timed here; none of a case whose check has measured it.  check: describes what is wrong with the results, None if nothing is; called first, and returns the same
-            on every rank.
+        arms: what is timed here; none of a case whose check has measured it.
+        check: describes what is wrong with the results, None if nothing is; called first, and returns the same on every rank.
         compute_figures: ratios from the timings.  facts: further fields of the record.
         after: called when the arms have been timed; returns further fields of the record; dicts add to those of earlier cases.
         rounds: how often each arm runs, None: the benchmark's.

@@ -281,12 +281,14 @@ def finetune_table(records: Records) -> str:
     for record in records:
         what = f"{record_place(record)}, {record['model']} of {record['shape']['layers']} layers, {record['shape']['seq_len']} tokens each"
         for arm, found in record["results"].items():
-            faster = [f"{value:.2f}x" for name, value in record["ratios"].items() if name.startswith(f"{arm}_vs_")]
+            speeds = (
+                f"{record['ratios'][name]:.2f}x" for name in finetune.RATIOS if name.startswith(f"{arm}_vs_") and name in record["ratios"]
+            )
             times = str(found["tokens"]), f"{found['step_s']:.3f}", f"{found['tokens_per_s']:,.0f}"
             weights = f"{found['base_weights_gib']:.1f}", f"{found['adapters_gib']:.1f}"
             peak = f"{found['peak_gib']['allocated']:.1f} / {found['peak_gib']['reserved']:.1f}" if "peak_gib" in found else "-"
             losses = f"{found['loss_first']:.3f}", f"{found['loss_last']:.3f}"
-            rows.append([what, f"`{arm}`", *times, " / ".join(faster), *weights, peak, *losses])
+            rows.append([what, f"`{arm}`", *times, " / ".join(speeds), *weights, peak, *losses])
         rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 8] for arm, why in record["left_out"].items()]
     memory = "base, GiB", "adapters, GiB", "peak, GiB: allocated / reserved"
     faster = f"against {' / '.join(f'`{base}`' for base, _ in finetune.RATIOS.values())}"

@@ -74,5 +74,6 @@ def host_table(records: Sequence[Record]) -> Table:
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """All tables of one run."""
-    with_host = [record for record in records if "host_us" in record]
-    return [arms_table(records), *([host_table(with_host)] if with_host else []), figures_table(records)]
+    timed, with_host = ([record for record in records if record.get(field)] for field in ("arms", "host_us"))
+    found = [arms_table(timed)] if timed else []
+    return [*found, *([host_table(with_host)] if with_host else []), figures_table(records)]
