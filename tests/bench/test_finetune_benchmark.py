@@ -179,6 +179,13 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
         measure_arm("full", TINY, CPU, lambda line: None)
 
 
+def test_layers_and_sequences_are_those_asked_for() -> None:
+    setting = registry.Setting(CPU, quick=True, arms=("full_accelerate",), layers=1, sequences=3)
+    (record,) = registry.run("finetune", setting, "", lambda text: None)
+    assert record["shape"]["layers"] == 1
+    assert record["results"]["full_accelerate"]["tokens"] == 3 * TINY.seq_len
+
+
 def test_a_process_that_dies_is_an_error_here() -> None:
     assert finetune.in_own_process(os.getpid) != os.getpid()
     with pytest.raises(RuntimeError, match="terminated abruptly"):
@@ -190,6 +197,7 @@ def test_a_process_that_dies_is_an_error_here() -> None:
     [
         (["finetune", "--arms", "lora"], "--arms lora, want lora_mx"),
         (["finetune", "--layers", "0"], "--layers 0, want 1 or more"),
+        (["finetune", "--sequences", "-1"], "--sequences -1, want 1 or more"),
         (["linears", "--layers", "2"], "want `mxep bench finetune`"),
     ],
 )

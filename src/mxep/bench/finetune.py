@@ -51,7 +51,7 @@ class FinetuneProblem:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         sizes = TINY if setting.tiny else FinetuneSizes(layers=_QUICK_LAYERS) if setting.quick else FinetuneSizes()
-        self.sizes = sizes if setting.layers is None else sizes._replace(layers=setting.layers)
+        self.sizes = sizes._replace(layers=setting.layers or sizes.layers, sequences=setting.sequences)
         self.arms = setting.arms or tuple(ARMS)
         self.results: dict[str, dict[str, Any]] = {}
         self.left_out: dict[str, str] = {}
@@ -68,8 +68,9 @@ class FinetuneProblem:
         return None
 
     def compute_figures(self, times: Mapping[str, Timing]) -> dict[str, Figure]:
-        """Tokens per second of LoRA on the base in MX against those on bf16, once both have run."""
-        rates, whole = {arm: found["tokens_per_s"] for arm, found in self.results.items()}, self.sizes == FinetuneSizes()
+        """Tokens per second of LoRA on the base in MX against those on bf16, once both have run; targets are of all layers."""
+        rates = {arm: found["tokens_per_s"] for arm, found in self.results.items()}
+        whole = self.sizes.layers == FinetuneSizes().layers
         pairs = {name: (rates.get(base), target) for name, (base, target) in RATIOS.items() if "lora_mx" in rates}
         return {
             name: Figure(rates["lora_mx"] / rate, None, target if whole else None)

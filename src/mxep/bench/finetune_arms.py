@@ -11,7 +11,8 @@ import math
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from mxep.bench.accuracy import sqnr_db
 from mxep.bench.timing import synchronize
+from mxep.bench.training import trace_of
 from mxep.bench.transformers_step import model_config
 from mxep.mx.weight import MXWeight
 from mxep.parallel.frozen_base import quantize_base
@@ -38,6 +40,7 @@ CHECK = (
     f"gradient within {MOST_NORM}, and the gradient at least {LEAST_DB:.0f} dB from its: rounding sends some tokens to other experts"
 )
 _LORA_LR, _FULL_LR, _EPS = 1e-3, 1e-5, 1e-8
+_SHOWN_KERNELS, _NAME_LENGTH = 24, 100
 _ON_ATTENTION, _ON_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -69,12 +72,16 @@ ARMS = {
 
 
 class FinetuneSizes(NamedTuple):
-    """Layers of Qwen3-30B-A3B, tokens of a sequence, and steps; `tiny`: with the widths of a test."""
+    """Layers of Qwen3-30B-A3B, tokens of a sequence, and steps.
+
+    `sequences`: of a step of every arm; None: the arm's.  `tiny`: with the widths of a test.
+    """
 
     layers: int = 48
     seq_len: int = 4096
     warm_up: int = 3
     timed: int = 5
+    sequences: int | None = None
     tiny: bool = False
 
 
@@ -145,7 +152,7 @@ class FinetuneRun:
         converted: what `accelerate` converted and left, line by line.
     """
 
-    def __init__(self, name: str, sizes: FinetuneSizes, device: torch.device, sequences: int | None = None) -> None:
+    def __init__(self, name: str, sizes: FinetuneSizes, device: torch.device) -> None:
         from mxep.integrations import transformers_5
 
         self.name, self.arm, self.device = name, ARMS[name], device
@@ -162,7 +169,7 @@ class FinetuneRun:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = (_with_adapters(model, device, self.arm.recipe is not None) if self.arm.lora else model).train()
         generator = torch.Generator(device).manual_seed(0)
-        batch = sequences or self.arm.sequences, sizes.seq_len
+        batch = sizes.sequences or self.arm.sequences, sizes.seq_len
         self.tokens = torch.randint(config.vocab_size, batch, device=device, generator=generator)
         self.in_backward: OptimizerInBackward | None = None
 
@@ -220,9 +227,10 @@ def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str
     Raises:
         WrongResultError: they differ by more than `CHECK` says.
     """
-    few, found = sizes._replace(layers=min(sizes.layers, LAYERS_OF_CHECK)), dict[str, tuple[float, dict[str, Tensor]]]()
+    few = sizes._replace(layers=min(sizes.layers, LAYERS_OF_CHECK), sequences=1)
+    found: dict[str, tuple[float, dict[str, Tensor]]] = {}
     for arm in (BASELINE, name):
-        run = FinetuneRun(arm, few, device, sequences=1)
+        run = FinetuneRun(arm, few, device)
         loss = run.loss()
         loss.backward()
         run.check_adapters()
@@ -253,6 +261,20 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def slowest_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of the kernels of a trace that took most, and of "all" of them.
+
+    >>> event = {"ph": "X", "cat": "kernel"}
+    >>> slowest_kernels([{**event, "name": "gemm", "dur": 3000.0}, {**event, "name": "copy", "dur": 500.0}, {"ph": "i", "name": "gemm"}])
+    {'all': 3.5, 'gemm': 3.0, 'copy': 0.5}
+    """
+    found = Counter[str]()
+    for event in events:
+        if event["ph"] == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            found[event["name"][:_NAME_LENGTH]] += event["dur"] / 1e3
+    return {name: round(ms, 2) for name, ms in [("all", found.total()), *found.most_common(_SHOWN_KERNELS)]}
+
+
 def _print(line: str) -> None:
     print(line, flush=True)
 
@@ -273,7 +295,7 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
     def tell(text: str) -> None:
         say(f"finetune: {name}: {time.perf_counter() - began:.0f} s: {text}")
 
-    tell(f"imported; {sizes.layers} layers, {arm.sequences} sequences of {sizes.seq_len} tokens, {arm.recipe or 'grouped_mm'}")
+    tell(f"imported; experts by {arm.recipe or 'grouped_mm'}")
     if arm.lora and name != BASELINE:
         found["agreement"] = agreement(name, sizes, device)
         tell(f"{LAYERS_OF_CHECK} layers agree with {BASELINE}: {found['agreement']}")
@@ -284,7 +306,8 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
         tell(line)
     base, adapters = run.bytes_of_weights()
     found |= {"base_weights_gib": _gib(base), "adapters_gib": _gib(adapters), "converted": run.converted}
-    tell(f"built: base {found['base_weights_gib']} GiB, adapters {found['adapters_gib']} GiB")
+    weights = f"base {found['base_weights_gib']} GiB, adapters {found['adapters_gib']} GiB"
+    tell(f"built: {sizes.layers} layers, {run.tokens.shape[0]} sequences of {sizes.seq_len} tokens, {weights}")
     run.make_optimizer()
     synchronize(device)
     losses, seconds = list[float](), list[float]()
@@ -304,6 +327,11 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
         found["peak_gib"] = {what: _gib(count) for what, count in peaks.items()}
     found |= {"tokens": run.tokens.numel(), "tokens_per_s": round(run.tokens.numel() / step_s, 1), "step_s": round(step_s, 4)}
     found |= {"steps_s": [round(one, 4) for one in seconds], "loss_first": round(losses[0], 5), "loss_last": round(losses[-1], 5)}
+    tell(f"{found['tokens_per_s']:,.0f} tokens/s")
+    if on_gpu:
+        events = trace_of(run.step, device)
+        found["kernels_ms"] = slowest_kernels(events)
+        tell(f"one more step by kernel, ms: {found['kernels_ms']}")
     del run
     _free(device)
     return found

@@ -77,7 +77,8 @@ class Setting:
     """Device, ranks and sizes of a run: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
     `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.  `peers`: the
-    only ones of `peer_arms.PEERS` to run.  `arms`, `layers`: of `finetune`, the only arms to run, and the layers of its model.
+    only ones of `peer_arms.PEERS` to run.  `arms`, `layers`, `sequences`: of `finetune`, the only arms to run, the layers of its model,
+    and the sequences of a step.
     """
 
     device: torch.device
@@ -88,6 +89,7 @@ class Setting:
     peers: tuple[str, ...] = ()
     arms: tuple[str, ...] = ()
     layers: int | None = None
+    sequences: int | None = None
 
     @property
     def tiny(self) -> bool:
