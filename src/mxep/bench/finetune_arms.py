@@ -195,7 +195,7 @@ class FinetuneRun:
         self.optimizer, self.in_backward = in_bytes, OptimizerInBackward(in_bytes)
 
     def step(self, check: Callable[[], None] = lambda: None) -> Tensor:
-        """The loss () before the update, and the update; `check` is called once the gradients are there."""
+        """The loss () before the update, and the update; `check` is called once the adapters' gradients are there."""
         loss = self.loss()
         if self.in_backward is None:
             loss.backward()
@@ -207,7 +207,6 @@ class FinetuneRun:
         self.in_backward.decide(loss)
         loss.backward()  # and the updates
         norm = self.in_backward.norm()
-        check()
         self.optimizer.step()
         if not (math.isfinite(norm) and norm > 0):  # host sync, as when a program prints it
             raise WrongResultError(f"{self.name}: the gradients' norm is {norm.item()}, want a finite one above 0")
@@ -289,6 +288,7 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
         WrongResultError: see `CHECK`; nothing was timed.
     """
     began, arm, found, on_gpu = time.perf_counter(), ARMS[name], dict[str, Any](), device.type == "cuda"
+    synchronize(device)  # the device has memory statistics from here on
     if on_gpu:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # as `mxep train`
 
