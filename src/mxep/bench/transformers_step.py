@@ -125,12 +125,12 @@ class StepProblem:
         self.optimizer.zero_grad()
 
     def _results(self, arm: str) -> dict[str, Tensor]:
-        """The loss, and copies of the gradients of the first and last layer."""
+        """The loss, and copies of the gradients of the first and last layer, without the routers'."""
         loss = self.forwards[arm]()
         loss.backward()
         ends = "layers.0.", f"layers.{self.layers - 1}."
-        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None and any(end in name for end in ends)}
-        results = {"loss": loss.detach()} | {name: grad.clone() for name, grad in found.items()}
+        grads = {name: p.grad for name, p in self.model.named_parameters() if any(end in name for end in ends) and ".gate." not in name}
+        results = {"loss": loss.detach()} | {name: grad.clone() for name, grad in grads.items() if grad is not None}
         self.optimizer.zero_grad()
         return results
 
