@@ -71,11 +71,10 @@ class FinetuneProblem:
         """Tokens per second of LoRA on the base in MX against those on bf16, once both have run; targets are of all layers."""
         rates = {arm: found["tokens_per_s"] for arm, found in self.results.items()}
         whole = self.sizes.layers == FinetuneSizes().layers
-        pairs = {name: (rates.get(base), target) for name, (base, target) in RATIOS.items() if "lora_mx" in rates}
         return {
-            name: Figure(rates["lora_mx"] / rate, None, target if whole else None)
-            for name, (rate, target) in pairs.items()
-            if rate is not None
+            name: Figure(rates["lora_mx"] / rates[base], None, target if whole else None)
+            for name, (base, target) in RATIOS.items()
+            if {"lora_mx", base} <= set(rates)
         }
 
     def after(self, arm: str) -> dict[str, Any]:
@@ -88,12 +87,7 @@ class FinetuneProblem:
         config = model_config(self.sizes.layers, self.sizes.tiny)
         widths = {"D": config.hidden_size, "H": config.moe_intermediate_size, "E": config.num_experts, "C": config.num_experts_per_tok}
         shape = {"seq_len": self.sizes.seq_len, **widths, "layers": self.sizes.layers}
-        facts = {
-            "model": _MODEL,
-            "rank": RANK,
-            "packages": {name: _version(name) for name in _PACKAGES},
-            "check": CHECK,
-        }
+        facts = {"model": _MODEL, "rank": RANK, "packages": {name: _version(name) for name in _PACKAGES}, "check": CHECK}
         for arm in self.arms:
             check, after = partial(self.check, arm), partial(self.after, arm)
             yield Case(f"{arm}, {self.sizes.layers} layers", shape, {}, check, self.compute_figures, facts, after)
