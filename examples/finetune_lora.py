@@ -25,17 +25,15 @@ from mxep.integrations.transformers_quantizer import MXFP8Config
 
 def parse() -> argparse.Namespace:
     parser = option_parser(__doc__, "adapter", lr=2e-3)
-    parser.add_argument("--recipe", default="mxfp8_wgrad_with_hp", help="precision of the experts' GEMMs (default %(default)s)")
+    parser.add_argument("--recipe", default="mxfp8_wgrad_with_hp", help="precision of the base's products (default %(default)s)")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters (default %(default)s)")
     return parser.parse_args()
 
 
 def main(options: argparse.Namespace, folder: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    transformers_5.register(options.recipe)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map=device, quantization_config=MXFP8Config(), experts_implementation="mxep"
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device, quantization_config=MXFP8Config())
+    print(transformers_5.accelerate(model, options.recipe))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     lora = LoraConfig(
         r=options.rank,

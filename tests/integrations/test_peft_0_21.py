@@ -206,6 +206,32 @@ def test_merging_writes_bf16(family: str, tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[name], weight), name
 
 
+def test_a_base_in_mx_is_accelerated_before_it_gets_adapters() -> None:
+    """The loss and gradients of the same base without `accelerate`, and a merged model is one of transformers again."""
+    found: dict[bool, dict[str, Tensor]] = {}
+    for accelerates in (False, True):
+        base = base_of("Qwen3Moe")
+        if accelerates:
+            done = transformers_5.accelerate(base, linears=["q_proj", "k_proj"], norms=False)
+            assert {what.partition(",")[0] for what in done.converted.values()} == {"experts", "linear", "loss in chunks of tokens"}
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        model = peft.get_peft_model(base, config_of()).train()
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.03, generator=torch.Generator().manual_seed(len(name)))
+        output = model(input_ids=tokens_of(0), labels=tokens_of(0), use_cache=False)
+        assert (output.logits is None) == accelerates
+        output.loss.backward()
+        found[accelerates] = {name: value.grad for name, value in model.named_parameters() if value.requires_grad} | {"loss": output.loss}
+    assert found[True]["loss"].item() == pytest.approx(found[False]["loss"].item(), rel=2e-3)
+    for name, value in found[False].items():
+        assert sqnr(value, found[True][name]) > 10, name
+    assert isinstance(model.base_model.model.model.layers[0].self_attn.q_proj.get_base_layer(), mxep.parallel.MXLinear)
+    merged = model.merge_and_unload().eval()
+    assert type(merged.model.layers[0].self_attn.q_proj.weight) is nn.Parameter
+    assert merged(input_ids=tokens_of(1)).logits.isfinite().all()
+
+
 def test_two_adapters_and_none() -> None:
     model = adapted("Qwen3Moe", "mxep_hp").eval()
     with model.disable_adapter():

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mxep.bench import report, training
+from mxep.bench.finetune_arms import ARMS
 from mxep.bench.layer import parse_size
 from mxep.bench.peer_arms import PEERS
 from mxep.bench.ranks import is_rank, rank_group, start_ranks
@@ -72,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu needs --quick: tiny shapes, for CI")
     parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run; T of all ranks")
     parser.add_argument("--peers", action="extend", type=split_names, metavar="A,B", help=f"peers: of {', '.join(PEERS)} (default all)")
+    parser.add_argument("--arms", action="extend", type=split_names, metavar="A,B", help=f"finetune: of {', '.join(ARMS)} (default all)")
+    parser.add_argument("--layers", type=int, default=None, help="finetune: of its model (default 48, all)")
+    parser.add_argument("--sequences", type=int, default=None, help="finetune: of a step, for every arm (default 4, and 2 of `full`)")
     parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"train: its arms (default {DEFAULT_RECIPE})")
     parser.add_argument("--nproc", type=int, default=None, help="ranks to start unless torchrun did (default: every GPU)")
     return parser
@@ -95,6 +99,13 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.name}: --peers are other packages' experts; want `mxep bench peers`")
     if unknown := [name for name in options.peers or () if name not in PEERS]:
         raise ValueError(f"{options.name}: --peers {','.join(unknown)}, want {', '.join(PEERS)}")
+    counts = {"--layers": options.layers, "--sequences": options.sequences}
+    if options.name != "finetune" and any(given is not None for given in (options.arms, *counts.values())):
+        raise ValueError(f"{options.name}: --arms, --layers and --sequences are those of a fine-tuning; want `mxep bench finetune`")
+    if unknown := [name for name in options.arms or () if name not in ARMS]:
+        raise ValueError(f"{options.name}: --arms {','.join(unknown)}, want {', '.join(ARMS)}")
+    if small := [f"{flag} {count}" for flag, count in counts.items() if count is not None and count < 1]:
+        raise ValueError(f"{options.name}: {', '.join(small)}, want 1 or more")
     if options.record and options.quick and options.out == RESULTS:
         raise ValueError(f"{options.name}: --quick shapes make no record in {RESULTS}; leave --quick off, or name a folder with --out")
 
@@ -102,7 +113,9 @@ def _check_options(options: argparse.Namespace) -> None:
 def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
-    flags += ["--peers " + ",".join(options.peers)] if options.peers else []
+    flags += [f"--{name} " + ",".join(given) for name in ("peers", "arms") if (given := getattr(options, name))]
+    counts = {"layers": options.layers, "sequences": options.sequences}
+    flags += [f"--{name} {count}" for name, count in counts.items() if count is not None]
     start = f"torchrun --nproc-per-node={world} -m mxep" if world > 1 else "mxep"
     return " ".join([start, "bench", options.name, *flags])
 
@@ -110,7 +123,9 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
 def _measure(options: argparse.Namespace) -> int:
     """Runs as one rank, or as the only process."""
     with rank_group(BENCHMARKS[options.name].distributed, options.device) as (device, group):
-        setting = Setting(device, options.quick, group, size=options.thiek, peers=tuple(options.peers or ()))
+        peers, arms = tuple(options.peers or ()), tuple(options.arms or ())
+        sizes = {"layers": options.layers, "sequences": options.sequences}
+        setting = Setting(device, options.quick, group, size=options.thiek, peers=peers, arms=arms, **sizes)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
 

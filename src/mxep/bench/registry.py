@@ -61,6 +61,8 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
          "experts of Hugging Face models through the adapter, against transformers in bf16"),
         ("transformers-step", "transformers_step:cases", _GEMMS, False,
          "a training step of a Hugging Face model, by one call of ours and in bf16 as its users run it"),
+        ("finetune", "finetune:cases", _GEMMS, False,
+         "fine-tuning of a whole Hugging Face model on one GPU: LoRA on a base in MXFP8 and in bf16, and all parameters"),
         ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,
          "the same under expert parallelism, against transformers' own exchange in bf16"),
         ("a2a", "a2a:cases", _EXCHANGES, True, "all-to-all with rows as MXFP8, against bf16 over NCCL"),
@@ -75,7 +77,8 @@ class Setting:
     """Device, ranks and sizes of a run: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
     `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.  `peers`: the
-    only ones of `peer_arms.PEERS` to run.
+    only ones of `peer_arms.PEERS` to run.  `arms`, `layers`, `sequences`: of `finetune`, the only arms to run, the layers of its model,
+    and the sequences of a step.
     """
 
     device: torch.device
@@ -84,6 +87,9 @@ class Setting:
     rounds: Rounds | None = None
     size: tuple[int, int, int, int, int] | None = None
     peers: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()
+    layers: int | None = None
+    sequences: int | None = None
 
     @property
     def tiny(self) -> bool:
@@ -100,14 +106,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio between arms of one run, and its target (None: it has none).
+    """A ratio between arms of one run, its limit and its target (None: it has none).
 
     `limit` is the same ratio of a reference arm: plain copies or dense GEMMs of as many bytes or operations, or one GPU that exchanges
     nothing.  It is measured, so a value may exceed it; an arm that overlaps what the reference does in sequence may exceed it by far.
     """
 
     value: float
-    limit: float
+    limit: float | None
     target: float | None = None
 
 
@@ -132,10 +138,10 @@ class Case:
 
     Attributes:
         title: its name in progress lines.  shape: the record's shape; cases of one shape and `facts` share a record.
-        arms: what is timed.  check: describes what is wrong with the results, None if nothing is; called first, and returns the same
-            on every rank.
+        arms: what is timed here; none of a case whose check has measured it.
+        check: describes what is wrong with the results, None if nothing is; called first, and returns the same on every rank.
         compute_figures: ratios from the timings.  facts: further fields of the record.
-        after: called when the arms have been timed; returns further fields of the record.
+        after: called when the arms have been timed; returns further fields of the record; dicts add to those of earlier cases.
         rounds: how often each arm runs, None: the benchmark's.
     """
 
@@ -187,7 +193,7 @@ def run(
             raise CheckFailedError(f"{name}, {case.title}: {problem}; no times")
         timings = time_arms(case.arms, setting.device, setting.rounds or case.rounds or BENCHMARKS[name].rounds, setting.group)
         figures, further = case.compute_figures(timings), case.after()
-        say(f"{name}: {case.title}: checked, " + ", ".join(f"{key} {figure.value:.2f}" for key, figure in figures.items()))
+        say(f"{name}: {case.title}: " + ", ".join(["checked", *(f"{key} {figure.value:.2f}" for key, figure in figures.items())]))
         for doubt in doubts(timings, further.get("host_unsteady", [])):
             say(f"{name}: {case.title}: {doubt}")
         for arm, why in further.get("left_out", {}).items():
@@ -197,9 +203,9 @@ def run(
         record["unsteady"] += [arm for arm, timing in timings.items() if timing.unsteady]
         record["host_bound"] += [arm for arm, timing in timings.items() if timing.host_bound]
         record["ratios"] |= {key: round(figure.value, 4) for key, figure in figures.items()}
-        record["limit"] |= {key: round(figure.limit, 4) for key, figure in figures.items()}
+        record["limit"] |= {key: round(figure.limit, 4) for key, figure in figures.items() if figure.limit is not None}
         record["target"] |= {key: figure.target for key, figure in figures.items() if figure.target is not None and not setting.tiny}
-        record.update(further)
+        record |= {key: record.get(key, {}) | value if isinstance(value, dict) else value for key, value in further.items()}
         keep(records)
         del case, timings, figures  # and with them the case's tensors, before the next one is built
     return records

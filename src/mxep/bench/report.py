@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxep.bench import dense_linears, peers, published, transformers, transformers_step
+from mxep.bench import dense_linears, finetune, peers, published, transformers, transformers_step
 from mxep.bench.layer import BASELINES, EXCHANGES, RECIPE
 from mxep.bench.plots import PIPELINE_BASELINES, draw
 from mxep.bench.records import (
@@ -275,6 +275,26 @@ def transformers_step_table(records: Records) -> str:
     return markdown(_bars("a step", "arm", "ms", "tokens/s", against, "first loss", "worst gradient, dB", "peak, GiB"), rows)
 
 
+def finetune_table(records: Records) -> str:
+    """Fine-tuning of a whole model on one GPU: each arm's speed, memory and losses, and which arms were left out."""
+    rows = []
+    for record in records:
+        what = f"{record_place(record)}, {record['model']} of {record['shape']['layers']} layers, {record['shape']['seq_len']} tokens each"
+        for arm, found in record["results"].items():
+            speeds = (
+                f"{record['ratios'][name]:.2f}x" for name in finetune.RATIOS if name.startswith(f"{arm}_vs_") and name in record["ratios"]
+            )
+            times = str(found["tokens"]), f"{found['step_s']:.3f}", f"{found['tokens_per_s']:,.0f}"
+            weights = f"{found['base_weights_gib']:.1f}", f"{found['adapters_gib']:.1f}"
+            peak = f"{found['peak_gib']['allocated']:.1f} / {found['peak_gib']['reserved']:.1f}" if "peak_gib" in found else "-"
+            losses = f"{found['loss_first']:.3f}", f"{found['loss_last']:.3f}"
+            rows.append([what, f"`{arm}`", *times, " / ".join(speeds), *weights, peak, *losses])
+        rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 8] for arm, why in record["left_out"].items()]
+    memory = "base, GiB", "adapters, GiB", "peak, GiB: allocated / reserved"
+    faster = f"against {' / '.join(f'`{base}`' for base, _ in finetune.RATIOS.values())}"
+    return markdown(_bars("fine-tuning", "arm", "tokens a step", "s", "tokens/s", faster, *memory, "first loss", "last loss"), rows)
+
+
 def a2a_table(records: Records) -> str:
     """Times of exchanges and of their parts, and speed against bf16, by size."""
     rows = []
@@ -459,6 +479,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "torchtitan": torchtitan_table,
     "transformers": transformers_table,
     "transformers_step": transformers_step_table,
+    "finetune": finetune_table,
     "transformers_ep": transformers_ep_table,
     "quantize": memory_table,
     "rows": memory_table,
@@ -469,7 +490,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
 }
 
 
-_GUIDES = ("performance", "performance_kernels", "howto/torchtitan", "training", "training/results", "howto/transformers")
+_GUIDES = ("performance", "performance_kernels", "howto/torchtitan", "training", "training/results", "howto/transformers", "howto/finetune")
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in _GUIDES))
 GAINS = Path("src/mxep/parallel/linear_gains.json")
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)

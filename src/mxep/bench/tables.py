@@ -46,9 +46,10 @@ def figures_table(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
         for name, value in record["ratios"].items():
-            limit, target = record["limit"][name], record["target"].get(name)
+            limit, target = record["limit"].get(name), record["target"].get(name)
             verdict = ("", "") if target is None else (f"{target:.2f}", "reached" if value >= target else "short")
-            rows.append([shape_text(record), name, f"{value:.3f}", f"{limit:.3f}", f"{value / limit:.0%}", *verdict])
+            reference = ("", "") if limit is None else (f"{limit:.3f}", f"{value / limit:.0%}")
+            rows.append([shape_text(record), name, f"{value:.3f}", *reference, *verdict])
     numbers = ("measured", "reference here", "of it", "target", "")
     return table_of(f"{records[0]['benchmark']}: ratios between arms of this run", ("shape", "ratio"), numbers, rows)
 
@@ -73,5 +74,6 @@ def host_table(records: Sequence[Record]) -> Table:
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """All tables of one run."""
-    with_host = [record for record in records if "host_us" in record]
-    return [arms_table(records), *([host_table(with_host)] if with_host else []), figures_table(records)]
+    timed, with_host = ([record for record in records if record.get(field)] for field in ("arms", "host_us"))
+    found = [arms_table(timed)] if timed else []
+    return [*found, *([host_table(with_host)] if with_host else []), figures_table(records)]

@@ -50,6 +50,16 @@ _ROUNDS = Rounds(count=2, timed=10, warm_ms=1000.0)
 _HOST_BATCH = 1
 
 
+def model_config(layers: int, tiny: bool) -> Any:
+    """transformers' configuration of Qwen3-30B-A3B with so many layers; `tiny`: with the widths of a test."""
+    published = MODELS[_MODEL]
+    widths = dict(zip(published.names, (64, 32, 4) if tiny else (published.D, published.H, published.E), strict=True))
+    sizes, C = (_TINY, 2) if tiny else (_SIZES, published.C)
+    return importlib.import_module("transformers").Qwen3MoeConfig(
+        **widths, **sizes, num_experts_per_tok=C, num_hidden_layers=layers, use_cache=False, norm_topk_prob=True
+    )
+
+
 class StepProblem:
     """The model, one copy of its modules for each arm, and the step of each.
 
@@ -61,15 +71,11 @@ class StepProblem:
     def __init__(self, setting: Setting) -> None:
         self.setting, self.tiny, device = setting, setting.tiny, setting.device
         self.adapter, transformers = registered(), importlib.import_module("transformers")
-        published = MODELS[_MODEL]
-        self.D, self.H, self.E = (64, 32, 4) if self.tiny else (published.D, published.H, published.E)
-        self.C, self.layers = min(published.C, self.E // 2), 2 if self.tiny else _LAYERS
+        self.layers = 2 if self.tiny else _LAYERS
         self.batch, self.seq_len = (2, 32) if self.tiny else (_SEQUENCES, _SEQ_LEN)
-        self.sizes = _TINY if self.tiny else _SIZES
-        widths = dict(zip(published.names, (self.D, self.H, self.E), strict=True))
-        config = transformers.Qwen3MoeConfig(
-            **widths, **self.sizes, num_experts_per_tok=self.C, num_hidden_layers=self.layers, use_cache=False, norm_topk_prob=True
-        )
+        config = model_config(self.layers, self.tiny)
+        self.D, self.H, self.E, self.C = config.hidden_size, config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok
+        self.sizes = {name: getattr(config, name) for name in _SIZES}
         torch.manual_seed(0)
         with device:
             self.model: nn.Module = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).train()
@@ -119,12 +125,12 @@ class StepProblem:
         self.optimizer.zero_grad()
 
     def _results(self, arm: str) -> dict[str, Tensor]:
-        """The loss, and copies of the gradients of the first and last layer."""
+        """The loss, and copies of the gradients of the first and last layer, without the routers'."""
         loss = self.forwards[arm]()
         loss.backward()
         ends = "layers.0.", f"layers.{self.layers - 1}."
-        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None and any(end in name for end in ends)}
-        results = {"loss": loss.detach()} | {name: grad.clone() for name, grad in found.items()}
+        grads = {name: p.grad for name, p in self.model.named_parameters() if any(end in name for end in ends) and ".gate." not in name}
+        results = {"loss": loss.detach()} | {name: grad.clone() for name, grad in grads.items() if grad is not None}
         self.optimizer.zero_grad()
         return results
 

@@ -1,0 +1,337 @@
+"""The arms of `mxep bench finetune`: each builds a model with random weights on one GPU, checks it, and takes training steps.
+
+Weights are made on the device, one parameter after the other, of random numbers that depend on the parameter's name alone.  All arms
+therefore fine-tune the same model, and a base in MX never exists in bf16.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mxep.bench.accuracy import sqnr_db
+from mxep.bench.timing import synchronize
+from mxep.bench.training import trace_of
+from mxep.bench.transformers_step import model_config
+from mxep.mx.weight import MXWeight
+from mxep.parallel.frozen_base import quantize_base
+from mxep.train.low_memory_adamw import LowMemoryAdamW
+from mxep.train.optimizer import BETAS
+from mxep.train.optimizer_in_backward import OptimizerInBackward
+from mxep.train.state_precision import StatePrecision
+
+RANK = 16
+BASELINE = "lora_bf16_peft"
+WEIGHTS_STD, ADAPTERS_STD = 0.02, 0.01
+LAYERS_OF_CHECK = 2
+MOST_LOSS, MOST_NORM, LEAST_DB = 5e-3, 0.1, 5.0
+CHECK = (
+    f"the first loss and the norm of all gradients are finite; every adapter has a gradient that is finite and not 0; on {LAYERS_OF_CHECK} "
+    f"layers and one sequence our arms with adapters have the loss of {BASELINE} within {MOST_LOSS} relative, the norm of each adapter's "
+    f"gradient within {MOST_NORM}, and the gradient at least {LEAST_DB:.0f} dB from its: rounding sends some tokens to other experts"
+)
+_LORA_LR, _FULL_LR, _EPS = 1e-3, 1e-5, 1e-8
+_SHOWN_KERNELS, _NAME_LENGTH = 24, 100
+_ON_ATTENTION, _ON_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+class FinetuneArm(NamedTuple):
+    """How one arm trains.
+
+    Attributes:
+        recipe: of our experts; None: transformers' `grouped_mm`.
+        lora: adapters on attention and experts are trained; False: all parameters.
+        in_mx: the base is frozen in MXFP8.
+        accelerated: by `transformers_5.accelerate`.
+        sequences: of a step.
+    """
+
+    recipe: str | None
+    lora: bool
+    in_mx: bool
+    accelerated: bool
+    sequences: int
+
+
+ARMS = {
+    "lora_mx": FinetuneArm("mxfp8_wgrad_with_hp", lora=True, in_mx=True, accelerated=True, sequences=4),
+    "lora_bf16_ours": FinetuneArm("hp", lora=True, in_mx=False, accelerated=True, sequences=4),
+    BASELINE: FinetuneArm(None, lora=True, in_mx=False, accelerated=False, sequences=4),
+    "full_accelerate": FinetuneArm("mxfp8_wgrad_with_mx", lora=False, in_mx=False, accelerated=True, sequences=4),
+    "full": FinetuneArm("mxfp8_wgrad_with_mx", lora=False, in_mx=False, accelerated=False, sequences=2),  # logits of all tokens
+}
+
+
+class FinetuneSizes(NamedTuple):
+    """Layers of Qwen3-30B-A3B, tokens of a sequence, and steps.
+
+    `sequences`: of a step of every arm; None: the arm's.  `tiny`: with the widths of a test.
+    """
+
+    layers: int = 48
+    seq_len: int = 4096
+    warm_up: int = 3
+    timed: int = 5
+    sequences: int | None = None
+    tiny: bool = False
+
+
+TINY = FinetuneSizes(layers=2, seq_len=32, warm_up=1, timed=2, tiny=True)
+
+
+class WrongResultError(RuntimeError):
+    """An arm computes something else than it should."""
+
+
+def random_model(config: Any, device: torch.device, in_mx: bool) -> Any:
+    """transformers' model of a configuration in bf16 or frozen in MX, with random weights made on the device one after the other."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if in_mx:
+        quantize_base(model)
+    model.to_empty(device=device)
+    for module in model.modules():
+        if next(module.buffers(recurse=False), None) is not None:  # rotary embeddings: transformers computes their frequencies
+            model._init_weights(module)
+    for name, parameter in model.named_parameters():
+        _fill(name, parameter, WEIGHTS_STD)
+    return model
+
+
+@torch.no_grad()
+def _fill(name: str, parameter: Tensor, std: float) -> None:
+    """Ones for norms, else random numbers; of a weight in MX they are quantised."""
+    if parameter.dim() == 1:
+        parameter.fill_(1.0)
+        return
+    generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+    parameter.copy_(torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device, generator=generator).mul_(std))
+
+
+def _with_adapters(model: Any, device: torch.device, ours: bool) -> Any:
+    """peft's model with adapters whose product is not 0, so that both factors have gradients in the first step."""
+    from peft import LoraConfig, get_peft_model
+
+    from mxep.integrations import peft_0_21
+
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=_ON_ATTENTION, target_parameters=_ON_EXPERTS)
+    with device:  # or the CPU would make them
+        adapted = get_peft_model(model, peft_0_21.register(lora) if ours else lora)
+    for name, parameter in _adapters(adapted):
+        _fill(name, parameter, ADAPTERS_STD)
+    return adapted
+
+
+def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if "lora_" in name)
+
+
+def _gib(count: int) -> float:
+    return round(count / 2**30, 3)
+
+
+def _stored_bytes(parameter: Tensor) -> int:
+    return parameter.qdata.nbytes + parameter.scale.nbytes if isinstance(parameter, MXWeight) else parameter.nbytes
+
+
+class FinetuneRun:
+    """The model of one arm, its batch, its optimizer and its step.
+
+    Attributes:
+        converted: what `accelerate` converted and left, line by line.
+    """
+
+    def __init__(self, name: str, sizes: FinetuneSizes, device: torch.device) -> None:
+        from mxep.integrations import transformers_5
+
+        self.name, self.arm, self.device = name, ARMS[name], device
+        config = model_config(sizes.layers, sizes.tiny)
+        model = random_model(config, device, self.arm.in_mx)
+        self.converted: list[str] = []
+        if self.arm.accelerated:
+            self.converted = str(transformers_5.accelerate(model, self.arm.recipe)).splitlines()
+        elif self.arm.recipe is not None:
+            transformers_5.register(self.arm.recipe)
+            model.set_experts_implementation("mxep")
+        else:
+            model.set_experts_implementation("grouped_mm")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model: Any = (_with_adapters(model, device, self.arm.recipe is not None) if self.arm.lora else model).train()
+        generator = torch.Generator(device).manual_seed(0)
+        batch = sizes.sequences or self.arm.sequences, sizes.seq_len
+        self.tokens = torch.randint(config.vocab_size, batch, device=device, generator=generator)
+        self.in_backward: OptimizerInBackward | None = None
+
+    def bytes_of_weights(self) -> tuple[int, int]:
+        """Of the base and of the adapters."""
+        adapters = sum(_stored_bytes(parameter) for _, parameter in _adapters(self.model))
+        return sum(map(_stored_bytes, self.model.parameters())) - adapters, adapters
+
+    def loss(self) -> Tensor:
+        loss: Tensor = self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+        return loss
+
+    def make_optimizer(self) -> None:
+        """As examples/finetune_lora.py and examples/finetune_full.py have it."""
+        if self.arm.lora:
+            self.trained = [parameter for _, parameter in _adapters(self.model)]
+            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                self.trained, lr=_LORA_LR, weight_decay=0.0, fused=self.device.type == "cuda"
+            )
+            return
+        groups = [{"params": list(self.model.named_parameters()), "weight_decay": 0.0}]
+        in_bytes = LowMemoryAdamW(groups, _FULL_LR, BETAS, _EPS, StatePrecision("adamw8bit", "bfloat16"))
+        self.optimizer, self.in_backward = in_bytes, OptimizerInBackward(in_bytes)
+
+    def step(self, check: Callable[[], None] = lambda: None) -> Tensor:
+        """The loss () before the update, and the update; `check` is called once the adapters' gradients are there."""
+        loss = self.loss()
+        if self.in_backward is None:
+            loss.backward()
+            check()
+            torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.detach()
+        self.in_backward.decide(loss)
+        loss.backward()  # and the updates
+        norm = self.in_backward.norm()
+        self.optimizer.step()
+        if not (math.isfinite(norm) and norm > 0):  # host sync, as when a program prints it
+            raise WrongResultError(f"{self.name}: the gradients' norm is {norm.item()}, want a finite one above 0")
+        return loss.detach()
+
+    def check_adapters(self) -> None:
+        """Raises WrongResultError unless every adapter has a gradient that is finite and not 0."""
+        for name, parameter in _adapters(self.model):
+            norm = math.nan if parameter.grad is None else parameter.grad.norm().item()
+            if not (math.isfinite(norm) and norm > 0):
+                raise WrongResultError(f"{self.name}: the norm of {name}'s gradient is {norm}, want a finite one above 0")
+
+
+def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str, float]:
+    """The loss of a few layers, the distance of the worst adapter's gradient in dB, and of the worst norm, against `BASELINE`.
+
+    Raises:
+        WrongResultError: they differ by more than `CHECK` says.
+    """
+    few = sizes._replace(layers=min(sizes.layers, LAYERS_OF_CHECK), sequences=1)
+    found: dict[str, tuple[float, dict[str, Tensor]]] = {}
+    for arm in (BASELINE, name):
+        run = FinetuneRun(arm, few, device)
+        loss = run.loss()
+        loss.backward()
+        run.check_adapters()
+        found[arm] = loss.item(), {key: parameter.grad for key, parameter in _adapters(run.model) if parameter.grad is not None}
+        del run, loss
+        _free(device)
+    (want, of_base), (got, ours) = found[BASELINE], found[name]
+    db = {key: sqnr_db(of_base[key], grad, None) for key, grad in ours.items()}
+    off = {key: abs(grad.norm() / of_base[key].norm() - 1).item() for key, grad in ours.items()}
+    worst, longest = min(db, key=lambda key: db[key]), max(off, key=lambda key: off[key])
+    if not (abs(got - want) <= MOST_LOSS * abs(want) and off[longest] <= MOST_NORM and db[worst] >= LEAST_DB):
+        raise WrongResultError(
+            f"{name}: on {few.layers} layers the loss is {got:.5f} and {BASELINE}'s {want:.5f}, the gradient of {worst} is "
+            f"{db[worst]:.1f} dB from its, and the norm of {longest}'s is off by {off[longest]:.3f}; want "
+            f"{MOST_LOSS}, {LEAST_DB} dB and {MOST_NORM}"
+        )
+    return {
+        "loss": round(got, 5),
+        "loss_of_baseline": round(want, 5),
+        "worst_db": round(db[worst], 2),
+        "worst_norm": round(off[longest], 4),
+    }
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def slowest_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of the kernels of a trace that took most, and of "all" of them.
+
+    >>> event = {"ph": "X", "cat": "kernel"}
+    >>> slowest_kernels([{**event, "name": "gemm", "dur": 3000.0}, {**event, "name": "copy", "dur": 500.0}, {"ph": "i", "name": "gemm"}])
+    {'all': 3.5, 'gemm': 3.0, 'copy': 0.5}
+    """
+    found = Counter[str]()
+    for event in events:
+        if event["ph"] == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            found[event["name"][:_NAME_LENGTH]] += event["dur"] / 1e3
+    return {name: round(ms, 2) for name, ms in [("all", found.total()), *found.most_common(_SHOWN_KERNELS)]}
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Callable[[str], object] = _print) -> dict[str, Any]:
+    """Build, check and time one arm; what `mxep bench finetune` records of it.
+
+    Args:
+        say: gets a line for each part, as soon as it is done.
+
+    Raises:
+        WrongResultError: see `CHECK`; nothing was timed.
+    """
+    began, arm, found, on_gpu = time.perf_counter(), ARMS[name], dict[str, Any](), device.type == "cuda"
+    synchronize(device)  # the device has memory statistics from here on
+    if on_gpu:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # as `mxep train`
+
+    def tell(text: str) -> None:
+        say(f"finetune: {name}: {time.perf_counter() - began:.0f} s: {text}")
+
+    tell(f"imported; experts by {arm.recipe or 'grouped_mm'}")
+    if arm.lora and name != BASELINE:
+        found["agreement"] = agreement(name, sizes, device)
+        tell(f"{LAYERS_OF_CHECK} layers agree with {BASELINE}: {found['agreement']}")
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    run = FinetuneRun(name, sizes, device)
+    for line in run.converted:
+        tell(line)
+    base, adapters = run.bytes_of_weights()
+    found |= {"base_weights_gib": _gib(base), "adapters_gib": _gib(adapters), "converted": run.converted}
+    weights = f"base {found['base_weights_gib']} GiB, adapters {found['adapters_gib']} GiB"
+    tell(f"built: {sizes.layers} layers, {run.tokens.shape[0]} sequences of {sizes.seq_len} tokens, {weights}")
+    run.make_optimizer()
+    synchronize(device)
+    losses, seconds = list[float](), list[float]()
+    for at in range(sizes.warm_up + sizes.timed):
+        start = time.perf_counter()
+        loss = run.step(run.check_adapters if at == 0 else lambda: None)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise WrongResultError(f"{name}: the loss of step {at + 1} is {losses[-1]}, want a finite one")
+        memory = f", {_gib(torch.cuda.max_memory_allocated(device))} GiB" if on_gpu else ""
+        tell(f"step {at + 1}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}{memory}")
+    step_s = statistics.median(seconds[sizes.warm_up :])
+    if on_gpu:
+        peaks = {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
+        found["peak_gib"] = {what: _gib(count) for what, count in peaks.items()}
+    found |= {"tokens": run.tokens.numel(), "tokens_per_s": round(run.tokens.numel() / step_s, 1), "step_s": round(step_s, 4)}
+    found |= {"steps_s": [round(one, 4) for one in seconds], "loss_first": round(losses[0], 5), "loss_last": round(losses[-1], 5)}
+    tell(f"{found['tokens_per_s']:,.0f} tokens/s")
+    if on_gpu:
+        events = trace_of(run.step, device)
+        found["kernels_ms"] = slowest_kernels(events)
+        tell(f"one more step by kernel, ms: {found['kernels_ms']}")
+    del run
+    _free(device)
+    return found

@@ -1,0 +1,206 @@
+"""`mxep bench finetune` on a CPU: its arms train one model, wrong and failing ones are named, and a base in MX is never in bf16."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.bench_cases import CPU, check_schema
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxep.bench import command, finetune, finetune_arms, registry, report
+from mxep.bench.finetune_arms import ARMS, BASELINE, TINY, FinetuneRun, WrongResultError, measure_arm
+from mxep.bench.transformers_step import model_config
+from mxep.mx import MXWeight
+
+pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
+peft = pytest.importorskip("peft", reason="a development tool")
+
+from transformers.integrations.moe import ExpertsInterface  # noqa: E402
+
+SETTING = registry.Setting(CPU, quick=True)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    """The names that arms register are gone afterwards."""
+    from mxep.integrations import transformers_5
+
+    interfaces = [interface._global_mapping for interface in (ExpertsInterface, transformers_5.EPImplementationInterface)]
+    before = [dict(mapping) for mapping in interfaces]
+    yield
+    for mapping, names in zip(interfaces, before, strict=True):
+        for name in set(mapping) - set(names):
+            del mapping[name]
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict]:
+    kept: list[int] = []
+    found = registry.run("finetune", SETTING, "", lambda text: None, lambda so_far: kept.append(len(so_far[0]["results"])))
+    assert kept == [1, 2, 3, 4, 5], "an interrupted run leaves the arms that it has measured"
+    return found
+
+
+def test_records(records: list[dict]) -> None:
+    pytest.importorskip("torchao", reason="of the 8-bit moments")
+    check_schema("finetune", records)
+    (record,) = records
+    assert record["left_out"] == {}
+    assert list(record["results"]) == list(ARMS)
+    assert set(record["ratios"]) == set(finetune.RATIOS)
+    assert record["target"] == {}, "a CPU reaches no target"
+    for arm, found in record["results"].items():
+        assert found["tokens"] == ARMS[arm].sequences * TINY.seq_len
+        assert len(found["steps_s"]) == TINY.warm_up + TINY.timed
+        assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["step_s"], rel=0.02)
+        assert found["loss_last"] < found["loss_first"]
+    firsts = [record["results"][arm]["loss_first"] for arm in ARMS if ARMS[arm].lora]
+    assert max(firsts) - min(firsts) < 0.01, "one model and one batch"
+    assert 0 < record["results"]["lora_mx"]["agreement"]["worst_db"] < record["results"]["lora_bf16_ours"]["agreement"]["worst_db"]
+
+
+def test_table(records: list[dict]) -> None:
+    left = {**records[0], "left_out": {"full": "OutOfMemoryError: 1 | 2"}}
+    lines = report.finetune_table([records[0], left]).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 2 + 2 * len(ARMS) + 1
+    assert sum(line.count("x |") for line in lines) == 2
+
+
+def test_weights_are_of_one_model_whatever_stores_them() -> None:
+    config = model_config(1, tiny=True)
+    plain, in_mx = (finetune_arms.random_model(config, CPU, frozen) for frozen in (False, True))
+    frozen = dict(in_mx.named_parameters())
+    assert {name.rpartition("layers.0.")[2] for name, value in frozen.items() if isinstance(value, MXWeight)} == {
+        *(f"self_attn.{letter}_proj.weight" for letter in "qkvo"),
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
+    }
+    for name, value in plain.named_parameters():
+        got = frozen[name].dequantize() if isinstance(frozen[name], MXWeight) else frozen[name]
+        assert value.std() < 0.03 if value.dim() > 1 else value.eq(1).all()
+        assert (got - value).norm() < 0.05 * value.norm(), name
+    made = type(plain)(config)
+    assert torch.equal(plain.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
+
+
+class _Alive(TorchDispatchMode):
+    """The most bytes of bf16 and float32, outside of the meta device, that operators have made and something still holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.most = dict[int, tuple[StorageWeakRef, int]](), 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **kwargs or {})
+        if type(made) is Tensor and made.device.type != "meta" and made.dtype in (torch.bfloat16, torch.float32):
+            storage = made.untyped_storage()
+            self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.made = {key: (ref, count) for key, (ref, count) in self.made.items() if not ref.expired()}
+        self.most = max(self.most, sum(count for _, count in self.made.values()))
+        return made
+
+
+@pytest.mark.parametrize("in_mx", [True, False])
+def test_a_base_in_mx_is_never_in_bf16(in_mx: bool) -> None:
+    with _Alive() as alive:
+        model = finetune_arms.random_model(model_config(8, tiny=True), CPU, in_mx)
+    weights = list(model.parameters())
+    plain = sum(value.nbytes for value in weights if not isinstance(value, MXWeight))
+    largest = max(value.numel() for value in weights)
+    one = 12 * largest  # while it is made: in bf16, and in float32 as the reference quantises it
+    assert plain <= alive.most <= plain + one
+    assert one < sum(value.numel() for value in weights if isinstance(value, MXWeight)) or not in_mx, "a whole model would be seen"
+
+
+def test_bytes_of_weights_count_codes_and_scales() -> None:
+    run = FinetuneRun("lora_mx", TINY, CPU)
+    base, adapters = run.bytes_of_weights()
+    parameters = list(run.model.named_parameters())
+    assert adapters == sum(value.numel() * 4 for name, value in parameters if "lora_" in name), "peft keeps adapters in float32"
+    want = sum(value.numel() * (33 / 32 if isinstance(value, MXWeight) else 2) for name, value in parameters if "lora_" not in name)
+    assert base == want
+
+
+def test_an_arm_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = finetune_arms.random_model
+
+    def short_of_memory(config: Any, device: torch.device, in_mx: bool) -> Any:
+        if not in_mx:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 57 GiB\nmore")
+        return plain(config, device, in_mx)
+
+    setting = registry.Setting(CPU, quick=True, arms=("full", BASELINE))
+    with (
+        mock.patch.object(finetune_arms, "random_model", short_of_memory),
+        pytest.raises(registry.CheckFailedError, match="no arm has run"),
+    ):
+        registry.run("finetune", setting, "", lambda text: None)
+    setting = registry.Setting(CPU, quick=True, arms=(BASELINE, "lora_mx"), layers=1)
+    said: list[str] = []
+    with mock.patch.object(finetune_arms, "random_model", short_of_memory), mock.patch.object(finetune_arms, "agreement", return_value={}):
+        (record,) = registry.run("finetune", setting, "", said.append)
+    assert record["left_out"] == {BASELINE: "OutOfMemoryError: CUDA out of memory. Tried to allocate 57 GiB"}
+    assert list(record["results"]) == ["lora_mx"]
+    assert record["ratios"] == {}
+    assert sum("left out" in line for line in said) == 1
+    assert "lora_mx: " in capsys.readouterr().out, "progress"
+    assert "left out: OutOfMemoryError" in report.finetune_table([record])
+
+
+@pytest.mark.parametrize(("how", "problem"), [("twice", "norm of .* is off by"), ("off", "the loss is"), ("none", "gradient is 0.0")])
+def test_wrong_results_have_no_times(how: str, problem: str) -> None:
+    plain = FinetuneRun.loss
+
+    def wrong(run: FinetuneRun) -> Tensor:
+        loss = plain(run)
+        if run.name == BASELINE:
+            return loss
+        return {"twice": loss + loss - loss.detach(), "off": loss + 1, "none": loss * 0}[how]
+
+    with mock.patch.object(FinetuneRun, "loss", wrong), pytest.raises(WrongResultError, match=problem):
+        measure_arm("lora_mx", TINY, CPU, lambda line: None)
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    pytest.importorskip("torchao", reason="of the 8-bit moments")
+    plain = FinetuneRun.loss
+    with (
+        mock.patch.object(FinetuneRun, "loss", lambda run: plain(run) * torch.nan),
+        pytest.raises(WrongResultError, match="full: the gradients' norm is nan"),
+    ):
+        measure_arm("full", TINY, CPU, lambda line: None)
+
+
+def test_layers_and_sequences_are_those_asked_for() -> None:
+    setting = registry.Setting(CPU, quick=True, arms=("full_accelerate",), layers=1, sequences=3)
+    (record,) = registry.run("finetune", setting, "", lambda text: None)
+    assert record["shape"]["layers"] == 1
+    assert record["results"]["full_accelerate"]["tokens"] == 3 * TINY.seq_len
+
+
+def test_a_process_that_dies_is_an_error_here() -> None:
+    assert finetune.in_own_process(os.getpid) != os.getpid()
+    with pytest.raises(RuntimeError, match="terminated abruptly"):
+        finetune.in_own_process(os._exit, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["finetune", "--arms", "lora"], "--arms lora, want lora_mx"),
+        (["finetune", "--layers", "0"], "--layers 0, want 1 or more"),
+        (["finetune", "--sequences", "-1"], "--sequences -1, want 1 or more"),
+        (["linears", "--layers", "2"], "want `mxep bench finetune`"),
+    ],
+)
+def test_options(arguments: list[str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        command.command([*arguments, "--quick", "--device", "cpu"])
