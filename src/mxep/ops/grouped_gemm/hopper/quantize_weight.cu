@@ -128,8 +128,8 @@ __device__ __forceinline__ void find_exponents(const u32 (&v)[8][4], int* tops, 
   __threadfence();
 }
 
-// What a lane's own blocks are multiplied with: bits of a bf16, which brings a block to e4m3's range, above those of an f16, which brings it
-// to the exponent of the row or column.
+// What a lane's own blocks are multiplied with: bits of a bf16, which brings a block to e4m3's range, above those of an f16, which brings
+// it to the exponent of the row or column.
 __device__ __forceinline__ void own_factors(u32 (&words)[OWN], const int* scale, bool valid) {
 #pragma unroll
   for (int i = 0; i < OWN; ++i) {
