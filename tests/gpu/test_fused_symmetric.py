@@ -6,11 +6,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from tests.fused import test_fused_symmetric as on_cpu
+from tests.fused.alternating import FUNCTION_BY_HAND, by_hand
 from tests.fused.test_fused_ranks import KINDS, PAIRS, batch, layer
 from tests.moe_truth import draw, walk
 from tests.truth import assert_same
@@ -24,7 +24,6 @@ from mxep.moe import FusedMoE, MoEConfig, RuntimeEPConfig, saved_bytes
 
 pytestmark = pytest.mark.gpu
 
-FUNCTION = autograd._FusedMoE
 REAL = {"dim": 2048, "hidden": 1408, "num_experts": 16, "top_k": 6}
 
 
@@ -38,29 +37,10 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_device(None)
 
 
-class ByHand:
-    """The layer's function without autograd's engine, whose one thread per GPU cannot run the backwards of several ranks at a time."""
-
-    made = threading.local()
-
-    @staticmethod
-    def apply(*arguments: Any) -> tuple[Tensor, ...]:
-        ctx = SimpleNamespace(needs_input_grad=[isinstance(value, Tensor) and value.requires_grad for value in arguments])
-        ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
-        ctx.mark_non_differentiable = lambda *_: None
-        with torch.no_grad():
-            outputs = FUNCTION.forward(ctx, *arguments)
-        ByHand.made.ctx = ctx
-        return outputs
-
-
 def walk_by_hand(moe: FusedMoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """y and the gradients of x, router, w1, w2, w3, b1, b2, b3."""
-    y = moe(x.detach().requires_grad_())
-    grads = FUNCTION.backward(ByHand.made.ctx, dy, None, None, None)
-    ByHand.made.ctx.__dict__.clear()  # a cycle, which would keep what was received
-    names = ("dx", "router", "w1", "w2", "w3", "b1", "b2", "b3")
-    return {"y": y} | {name: grad for name, grad in zip(names, grads, strict=False) if grad is not None}
+    y, gradients = by_hand(moe, x)
+    return {"y": y, **gradients(dy)}
 
 
 def both_roads(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str, walk: Callable = walk_by_hand) -> None:
@@ -97,7 +77,7 @@ def on_one_gpu(me: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.usefixtures("poison")
 def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "_FusedMoE", ByHand)
+    monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     run_virtual(on_one_gpu, world, device="cuda")
 
 
@@ -121,7 +101,7 @@ def without_a_sync(me: int, world: int, name: str, barrier: threading.Barrier) -
 
 
 def test_no_host_sync_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "_FusedMoE", ByHand)
+    monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     run_virtual(without_a_sync, 2, threading.Barrier(2, timeout=60), device="cuda")
 
 
