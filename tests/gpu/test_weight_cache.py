@@ -186,7 +186,7 @@ def test_make_graphed_callables(kind: str) -> None:
 
 
 @pytest.mark.parametrize("capture_error_mode", ["global", "thread_local"])
-def test_a_variant_that_runs_in_a_capture_first(capture_error_mode: str) -> None:
+def test_a_variant_that_runs_in_a_graph_first(capture_error_mode: str) -> None:
     """Calls with a cache make both forms of a weight in one pass; a graph of forward alone makes one of them."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("rebased weights are Hopper's")

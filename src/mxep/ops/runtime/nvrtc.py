@@ -7,8 +7,7 @@ written to a temporary file and renamed.
 
 Folder: `mxep.private_folders.cache_folder`.  Where it cannot be written, or others than this user can write there, a warning says so once
 and every process compiles for itself.  A kept cubin is loaded only if its digest fits its bytes and the name that they were kept under.
-Compiling needs no GPU.  A kernel can run for the first time inside a CUDA graph capture: a graph quantises weights that a `WeightCache`
-kept during all calls before it, and may do so with another variant.
+Compiling needs no GPU.  A kernel can run for the first time inside a CUDA graph capture (`relaxed_capture`).
 """
 
 from __future__ import annotations
@@ -157,8 +156,12 @@ def _bind_context(device: int) -> None:
 
 
 @contextmanager
-def _relaxed_capture() -> Iterator[None]:
-    """A capture on this thread allows what CUDA calls potentially unsafe, to load a module say. That is done at once and not recorded."""
+def relaxed_capture() -> Iterator[None]:
+    """A capture on this thread allows what CUDA calls potentially unsafe, to load a module say. That is done at once and not recorded.
+
+    A graph can hold kernels that no call before it has run: it quantises weights that a `WeightCache` kept until then, maybe by another
+    variant, and works on chunks of rows that the host knew to be empty.
+    """
     mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
 
     def exchange() -> None:
@@ -302,7 +305,7 @@ class Kernel:
     def _load(self, device: int) -> ctypes.c_void_p:
         _bind_context(device)
         code, module, function = self.compile(), ctypes.c_void_p(), ctypes.c_void_p()
-        with _relaxed_capture():
+        with relaxed_capture():
             _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"{self.entry}: cuModuleLoadData")
             _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), f"{self.entry}: cuModuleGetFunction")
             if self.shared_bytes:  # 48 KiB are there without asking, but for these and static ones together
