@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import shlex
 import shutil
@@ -11,7 +12,7 @@ import signal
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import pytest
@@ -85,6 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     terminalreporter.write_line(f"wrote {write_records('gpu_tests', name, count, [*with_others, record])}")
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that are selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
@@ -95,7 +97,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(
                 pytest.mark.skip(reason="installs another torch, several GB, into an environment of its own: pytest -m torchtitan")
             )
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first, so that no worker is left with a long one at the end
+    items[:] = slow_first(items, getattr(config, "workerinput", {"workercount": 1})["workercount"])
+
+
+def slow_first(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Each worker begins with its share of the slow tests, so that none is left with a long one at the end.
+
+    pytest-xdist's "worksteal" hands the tests out in one run of them for each worker, and moves what is left from the ends of these runs.
+    """
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    others, found = iter([item for item in items if item.get_closest_marker("slow") is None]), list[pytest.Item]()
+    for worker in range(workers):
+        share, size = slow[worker::workers], (len(items) - len(found)) // (workers - worker)
+        found += [*share, *itertools.islice(others, max(size - len(share), 0))]
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)

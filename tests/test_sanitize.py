@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -38,6 +39,8 @@ def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     [
         ("7 passed, 2 deselected in 3.21s\n========= ERROR SUMMARY: 0 errors", True),
         ("7 passed in 3.21s\n========= ERROR SUMMARY: 2 errors", False),
+        ("7 passed in 3.21s\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", True),
+        ("7 passed in 3.21s\n========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)", False),
         ("1 failed, 7 passed in 3.21s\n========= ERROR SUMMARY: 0 errors", False),
         ("7 passed, 1 error in 3.21s\n========= ERROR SUMMARY: 0 errors", False),
         ("9 skipped in 3.21s\n========= ERROR SUMMARY: 0 errors", False),
@@ -53,22 +56,49 @@ def test_only_what_passed_without_errors_is_clean(
 
 
 def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing reads it before every file ran to its end."""
+    """It names the files that are missing, and a tool has its own."""
     monkeypatch.setattr(sanitize, "RESULTS", tmp_path)
     monkeypatch.setattr(sanitize, "write_records", functools.partial(write_records, folder=tmp_path))
     monkeypatch.setattr(sanitize, "FILES", ("push", "mail"))
     monkeypatch.setattr(sanitize, "origin", lambda command: {"commit": command})
     silent, ended = sanitize.Found(3, 0, None), sanitize.Found(4, 0, 0)
-    whole = tmp_path / "sanitizer_memcheck-h200-1.json"
-    assert sanitize.keep("memcheck", "h200", {"push": ended}, "a") == whole.with_suffix(".json.part")
-    assert sanitize.keep("memcheck", "h200", {"mail": silent}, "b") == whole.with_suffix(".json.part")
-    assert not whole.exists()
-    assert sanitize.keep("memcheck", "h200", {"mail": ended}, "c") == whole
-    (record,) = json.loads(whole.read_text())
-    assert record["files"] == {name: {**ended._asdict(), "commit": commit} for name, commit in (("push", "a"), ("mail", "c"))}
+
+    def kept(found: dict, commit: str, tool: str = "memcheck") -> tuple[dict[str, str], list[str]]:
+        path = sanitize.keep(tool, "h200", found, commit)
+        assert path == tmp_path / f"sanitizer_{tool}-h200-1.json"
+        (record,) = json.loads(path.read_text())
+        assert all({**result, "commit": ""} == {**ended._asdict(), "commit": ""} for result in record["files"].values())
+        return {name: result["commit"] for name, result in record["files"].items()}, record["missing"]
+
+    assert kept({"push": ended}, "a") == ({"push": "a"}, ["mail"])
+    assert kept({"push": ended}, "a", "racecheck") == ({"push": "a"}, ["mail"])
+    assert kept({"mail": silent}, "b") == ({"push": "a"}, ["mail"])
+    assert kept({"mail": ended}, "c") == ({"push": "a", "mail": "c"}, [])
+    assert kept({"push": silent}, "d") == ({"mail": "c"}, ["push"]), "of the file as it is now nothing is known"
     monkeypatch.setattr(sanitize, "FILES", ("mail", "places"))
-    assert sanitize.keep("memcheck", "h200", {"places": ended}, "d") == whole
-    assert set(json.loads(whole.read_text())[0]["files"]) == {"mail", "places"}, "the other file's tests are gone"
+    assert kept({"places": ended}, "e") == ({"mail": "c", "places": "e"}, []), "the other file's tests are gone"
+
+
+def test_tests_beyond_the_limit_of_their_file_are_ended(
+    sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With pytest below the tool, which holds the pipe; what has not begun then does not begin. The next file has its own time."""
+    child = "import time; print('begun', flush=True); time.sleep(600)"
+    (tmp_path / "compute-sanitizer").write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\n"
+        f"if 'quick' in sys.argv:\n    print('7 passed in 3.21s\\n========= ERROR SUMMARY: 0 errors')\n"
+        f"else:\n    subprocess.run([sys.executable, '-c', {child!r}])\n"
+    )
+    parts = {"slow": [["a test"], ["another one"]], "fast": [["quick"]]}
+    monkeypatch.setattr(sanitize, "collect", lambda names: {name: parts[name] for name in names})
+    start = time.monotonic()
+    assert sanitize.main(["slow", "fast", "--jobs", "1", "--limit", "2"]) == 1
+    assert time.monotonic() - start < 60
+    told = capsys.readouterr().out
+    assert "not done within 2 s: a test and 0 more\nbegun" in told
+    assert "not begun within 2 s: another one and 0 more" in told
+    assert "slow: 0 passed, 0 failed, None errors of memcheck" in told
+    assert "fast: 7 passed, 0 failed, 0 errors of memcheck" in told
 
 
 def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.CaptureFixture) -> None:

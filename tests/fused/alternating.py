@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from tests.by_hand import ByHand
 from tests.fused.test_fused_ranks import layer
 from tests.fused.test_fused_symmetric import spread
 from tests.moe_truth import D, draw
@@ -13,6 +14,7 @@ from tests.truth import assert_same
 from torch import Tensor
 
 from mxep.comm import transport_of
+from mxep.fused import autograd
 from mxep.moe import FusedMoE
 
 LAYERS: tuple[tuple[str, torch.dtype, dict[str, int]], ...] = (
@@ -51,6 +53,22 @@ def by_autograd(moe: FusedMoE, x: Tensor) -> tuple[Tensor, Gradients]:
         return dict(zip(names, torch.autograd.grad(y, [leaf, *moe.parameters()], dy), strict=True))
 
     return y.detach(), gradients
+
+
+FUNCTION_BY_HAND = ByHand(autograd._FusedMoE)
+
+
+def by_hand(moe: FusedMoE, x: Tensor) -> tuple[Tensor, Gradients]:
+    """Without autograd's engine, where `FUNCTION_BY_HAND` is in `mxep.fused.autograd` instead of the layer's function."""
+    y = moe(x.detach().requires_grad_())
+    backward = FUNCTION_BY_HAND.backward_of_last()
+
+    def gradients(dy: Tensor) -> dict[str, Tensor]:
+        names = ("dx", "router", "w1", "w2", "w3", "b1", "b2", "b3")
+        return {name: grad for name, grad in zip(names, backward(dy, None, None, None), strict=False) if grad is not None}
+
+    assert isinstance(y, Tensor)
+    return y, gradients
 
 
 def uses(groups: Sequence[Member]) -> list[Use]:

@@ -6,8 +6,10 @@ import contextlib
 
 import pytest
 import torch
-from tests.fused.alternating import Forward, Member, by_autograd, check
+from tests.fused.alternating import FUNCTION_BY_HAND, Forward, Member, by_autograd, by_hand, check
 from tests.virtual import VirtualGroup, run_virtual
+
+from mxep.fused import autograd
 
 GROUPS = pytest.mark.parametrize(
     ("world", "more"),
@@ -32,3 +34,9 @@ def over_all(me: int, world: int, name: str, more: list[VirtualGroup], device: s
 @pytest.mark.usefixtures("poison")
 def test_layers_alternate(world: int, more: list[list[int]]) -> None:
     run_virtual(over_all, world, [VirtualGroup(ranks) for ranks in more])
+
+
+def test_layers_alternate_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As several ranks on one GPU have to."""
+    monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
+    run_virtual(over_all, 2, [VirtualGroup([0, 1])], "cpu", by_hand)

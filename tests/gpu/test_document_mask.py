@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,10 @@ from mxep.models.document_mask import DocumentMask, PackedDocuments, attend, doc
 from mxep.models.families import build_model
 from mxep.parallel import compile_blocks, recompute_blocks
 from mxep.recipe import resolve_recipe
+from mxep.train.config import TrainConfig
+from mxep.train.distributed import Ranks
 from mxep.train.metrics import read_metrics
+from mxep.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -119,25 +121,28 @@ def test_models(family: str, mode: str, compiled: bool) -> None:
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
-def test_whole_runs(tmp_path: Path) -> None:
+def test_whole_runs(tmp_path: Path, nccl: torch.device) -> None:
     """Losses do not depend on how layers are compiled and recomputed; they are others than without the mask."""
     lines = [json.dumps({"text": f"document {number} says {number * number}" * (number % 5 + 1)}) for number in range(4000)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    ways = {
-        "masked": ["--mask-documents"],
-        "recomputed": ["--mask-documents", "--activation-checkpoint", "full"],
-        "compiled": ["--mask-documents", "--compile", "--activation-checkpoint", "selective"],
-        "one function": ["--mask-documents", "--fused-layer"],
-        "without": [],
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(lines))
+    ways: dict[str, dict[str, Any]] = {
+        "masked": {"mask_documents": True},
+        "recomputed": {"mask_documents": True, "activation_checkpoint": "full"},
+        "compiled": {"mask_documents": True, "compile": True, "activation_checkpoint": "selective"},
+        "one function": {"mask_documents": True, "fused_layer": True},
+        "without": {},
     }
+    common: dict[str, Any] = {"model": "dsv3_debug_cpu", "device": "cuda", "data": (str(text),), "steps": 6}
+    common |= {"batch": 4, "seq_len": 256, "recipe": "bf16", "eval_tokens": 8192}
     losses = {}
     for name, options in ways.items():
-        command = [sys.executable, "-m", "mxep", "train", "--model", "dsv3_debug_cpu", "--nproc", "1", "--device", "cuda"]
-        command += ["--data", str(tmp_path / "text.jsonl"), "--steps", "30", "--batch", "4", "--seq-len", "256", "--recipe", "bf16"]
-        done = subprocess.run([*command, "--out", str(tmp_path / name), *options], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        records = read_metrics(tmp_path / name / "metrics.jsonl")
-        losses[name] = [record["loss"] for record in records if record["kind"] == "step"][:6]
+        out = tmp_path / name
+        assert Trainer(TrainConfig(**common, **options), Ranks(0, 1, nccl), out).train()
+        records = [record for record in read_metrics(out / "metrics.jsonl") if record["kind"] in ("step", "held_out")]
+        assert [record["kind"] for record in records].count("step") == 6
+        assert records[-1]["kind"] == "held_out"
+        losses[name] = [record["loss"] for record in records]
     for name in ("recomputed", "compiled", "one function"):
         assert losses[name] == pytest.approx(losses["masked"], rel=0.02), name
     assert losses["without"] != losses["masked"]

@@ -7,17 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from tests.fused.alternating import Gradients, Member, check
+from tests.fused.alternating import FUNCTION_BY_HAND, Member, by_hand, check
 from tests.fused.test_fused_alternating import GROUPS, over_all
-from tests.gpu.test_fused_symmetric import FUNCTION, ByHand
 from tests.gpu.test_symmetric_ranks import BACKEND
 from tests.ranks import run_ranks
 from tests.virtual import VirtualGroup, run_virtual
-from torch import Tensor
 
 from mxep.comm import close_transports, set_transport
 from mxep.fused import autograd
-from mxep.moe import FusedMoE
 
 
 @pytest.fixture
@@ -28,24 +25,11 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_device(None)
 
 
-def by_hand(moe: FusedMoE, x: Tensor) -> tuple[Tensor, Gradients]:
-    """Without autograd's engine, as `ByHand`, of which several are under way here."""
-    y = moe(x.detach().requires_grad_())
-    ctx = ByHand.made.ctx
-
-    def gradients(dy: Tensor) -> dict[str, Tensor]:
-        found = FUNCTION.backward(ctx, dy, None, None, None)
-        ctx.__dict__.clear()  # a cycle, which would keep what was received
-        return {name: grad for name, grad in zip(("dx", "router", "w1", "w2", "w3"), found, strict=False) if grad is not None}
-
-    return y, gradients
-
-
 @pytest.mark.gpu
 @GROUPS
 @pytest.mark.usefixtures("unchecked", "poison")
 def test_layers_alternate_on_virtual_ranks(world: int, more: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "_FusedMoE", ByHand)
+    monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     groups = [VirtualGroup(ranks) for ranks in more]
     run_virtual(over_all, world, groups, "cuda", by_hand, device="cuda")
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from tests.fused import test_fused_symmetric as on_cpu
+from tests.fused.alternating import FUNCTION_BY_HAND, by_hand
 from tests.fused.test_fused_ranks import KINDS, PAIRS, batch, layer
 from tests.moe_truth import draw, walk
 from tests.truth import assert_same
@@ -21,10 +21,12 @@ from mxep.bench.layer import RECIPE, SIZES
 from mxep.comm import close_transports, register
 from mxep.fused import autograd, collective_dispatcher
 from mxep.moe import FusedMoE, MoEConfig, RuntimeEPConfig, saved_bytes
+from mxep.recipe import RECIPES, Precision
+from mxep.train.memory import kept_bytes
 
 pytestmark = pytest.mark.gpu
 
-FUNCTION = autograd._FusedMoE
+KEEPING = tuple(RuntimeEPConfig(keep_first_product=first, keep_dgrad_weights=w) for first in (True, "mxfp8") for w in (True, False))
 REAL = {"dim": 2048, "hidden": 1408, "num_experts": 16, "top_k": 6}
 
 
@@ -38,29 +40,10 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_device(None)
 
 
-class ByHand:
-    """The layer's function without autograd's engine, whose one thread per GPU cannot run the backwards of several ranks at a time."""
-
-    made = threading.local()
-
-    @staticmethod
-    def apply(*arguments: Any) -> tuple[Tensor, ...]:
-        ctx = SimpleNamespace(needs_input_grad=[isinstance(value, Tensor) and value.requires_grad for value in arguments])
-        ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
-        ctx.mark_non_differentiable = lambda *_: None
-        with torch.no_grad():
-            outputs = FUNCTION.forward(ctx, *arguments)
-        ByHand.made.ctx = ctx
-        return outputs
-
-
 def walk_by_hand(moe: FusedMoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """y and the gradients of x, router, w1, w2, w3, b1, b2, b3."""
-    y = moe(x.detach().requires_grad_())
-    grads = FUNCTION.backward(ByHand.made.ctx, dy, None, None, None)
-    ByHand.made.ctx.__dict__.clear()  # a cycle, which would keep what was received
-    names = ("dx", "router", "w1", "w2", "w3", "b1", "b2", "b3")
-    return {"y": y} | {name: grad for name, grad in zip(names, grads, strict=False) if grad is not None}
+    y, gradients = by_hand(moe, x)
+    return {"y": y, **gradients(dy)}
 
 
 def both_roads(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str, walk: Callable = walk_by_hand) -> None:
@@ -97,7 +80,7 @@ def on_one_gpu(me: int, world: int, name: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.usefixtures("poison")
 def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "_FusedMoE", ByHand)
+    monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     run_virtual(on_one_gpu, world, device="cuda")
 
 
@@ -121,12 +104,12 @@ def without_a_sync(me: int, world: int, name: str, barrier: threading.Barrier) -
 
 
 def test_no_host_sync_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "_FusedMoE", ByHand)
+    monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     run_virtual(without_a_sync, 2, threading.Barrier(2, timeout=60), device="cuda")
 
 
-def kept_at_full_size(me: int, world: int, name: str) -> list[dict[str, int]]:
-    """What a rank keeps of `mxep bench layer`'s first size, first product as it is and in MX; bytes by what they are."""
+def kept_at_full_size(me: int, world: int, name: str) -> dict[RuntimeEPConfig, dict[str, int]]:
+    """What a rank keeps of `mxep bench layer`'s first size: bytes by what they are, for each of `KEEPING`."""
     torch.set_default_device("cuda")
     T, D, H, E, C = SIZES[0]
     with torch.device("meta"):
@@ -139,12 +122,12 @@ def kept_at_full_size(me: int, world: int, name: str) -> list[dict[str, int]]:
     moe.expert_bias, moe.tokens_per_expert = torch.zeros(E), torch.zeros(E)
     moe.group = SimpleNamespace(group_name=name)  # type: ignore[assignment]
     x = torch.randn(T // world, D, dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(1 + me)).requires_grad_()
-    found = []
-    for keep in (True, "mxfp8"):
-        moe.runtime = RuntimeEPConfig(keep_first_product=keep)
+    found = {}
+    for runtime in KEEPING:
+        moe.runtime = runtime
         out = moe(x)
         assert isinstance(out, Tensor)
-        found.append(saved_bytes(out))
+        found[runtime] = saved_bytes(out)
         torch.cuda.current_stream().synchronize()
         del out
     return found
@@ -152,10 +135,18 @@ def kept_at_full_size(me: int, world: int, name: str) -> list[dict[str, int]]:
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 100 << 30, reason="needs 100 GiB")
 def test_what_four_ranks_keep_of_a_large_layer() -> None:
-    """T 131072, D 4096, H 1536, 128 experts, top 8: at most 2.1 GiB a rank beside the input, and 1.3 with the first product in MX."""
-    for found in run_virtual(kept_at_full_size, 4, device="cuda"):
-        kept = [sum(size for what, size in sizes.items() if what != "input") / 2**30 for sizes in found]
-        assert 0.5 < kept[1] <= 1.3 < kept[0] <= 2.1, (kept, found)
+    """T 131072, D 4096, H 1536, 128 experts, top 8: at most 2.1 GiB a rank beside the input, and 1.3 with the first product in MX, which is
+    what memory arithmetic says; and with `keep_dgrad_weights` a byte for each weight of its experts."""
+    (T, D, H, E, C), world = SIZES[0], 4
+    for found in run_virtual(kept_at_full_size, world, device="cuda"):
+        for runtime, sizes in found.items():
+            first_product: Precision = "mxfp8" if runtime.keep_first_product == "mxfp8" else "hp"
+            want = kept_bytes(T // world, D, H, E, C, world, 0, RECIPES[RECIPE], fused_layer=True, keep_first_product=first_product)
+            kept = sum(size for what, size in sizes.items() if what not in ("input", "weights for dgrad"))
+            assert 0.98 * want <= kept <= 1.02 * want, (runtime, sizes, want)
+            assert kept <= (1.3 if first_product == "mxfp8" else 2.1) * 2**30, (runtime, sizes)
+            weights = 3 * E // world * H * D if runtime.keep_dgrad_weights else 0
+            assert weights <= sizes["weights for dgrad"] <= 1.01 * weights, (runtime, sizes, weights)  # with their scales
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from mxep.shapes import record_bytes
 
 kernels = pytest.importorskip("mxep.ops.kernels")
 triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 launching = pytest.importorskip("mxep.ops.runtime.launch")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
@@ -230,6 +231,20 @@ def test_triton_kernels_are_launched_by_their_own_c_function():
     variants = [variant for variant in launching._variants.values() if variant.compiled.name == "_quantize_kernel"]
     assert variants
     assert all(variant.function is not None for variant in variants)
+
+
+@triton.jit
+def _fill(out, value, WIDTH: tl.constexpr):
+    tl.store(out + tl.arange(0, WIDTH), value)
+
+
+def test_a_kernel_that_runs_in_a_graph_first():
+    out, graph = torch.zeros(64, dtype=torch.int32, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launching.launch(_fill, 1, {"out": out, "value": 7, "WIDTH": 64}, num_warps=1)
+    assert not out.any()
+    graph.replay()
+    assert (out == 7).all()
 
 
 def test_a_tensor_of_the_host_is_refused():

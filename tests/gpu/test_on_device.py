@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.by_hand import ByHand
 from tests.ep.test_quantized_all_to_all import WIDTH, everything, padded, splits, values
 from tests.ranks import run_ranks
 from tests.truth import KINDS, assert_same, exchange, make_case, transposed
@@ -47,20 +47,18 @@ def test_no_host_sync(no_sync: Callable[[], AbstractContextManager[None]]) -> No
 
 
 def by_hand(me: int, world: int, name: str) -> None:
-    """Without autograd's engine, whose one thread per GPU cannot run the backwards of several ranks at a time."""
-    with torch.device("cuda"), torch.no_grad():
+    function = ByHand(_OnDeviceAllToAll)
+    with torch.device("cuda"):
         for seed, kind in enumerate(KINDS):
             case = make_case(kind, world, 2, seed=seed)
             inputs, grads = case.inputs(WIDTH, torch.bfloat16), case.gradients(WIDTH, torch.bfloat16)
             most = max(sum(column) for column in transposed(case.table))
             for fills in (False, True):
-                ctx = SimpleNamespace(needs_input_grad=(False,) * 3, mark_non_differentiable=lambda *tensors: None)
-                ctx.save_for_backward = lambda *tensors, ctx=ctx: setattr(ctx, "saved_tensors", tensors)
-                out, received = _OnDeviceAllToAll.forward(ctx, inputs[me], splits(case.sent(me)), _OnDeviceOptions(name, most, fills))
+                out, received = function.apply(inputs[me], splits(case.sent(me)), _OnDeviceOptions(name, most, fills))
                 want = exchange(values(inputs), case.table)[me]
                 assert_same(out, padded(want, most) if fills else want, f"{kind} {fills}")
                 assert received.tolist() == case.received(me)
-                d_x = _OnDeviceAllToAll.backward(ctx, padded(grads[me], most, torch.nan) if fills else grads[me])[0]
+                d_x = function.backward_of_last()(padded(grads[me], most, torch.nan) if fills else grads[me])[0]
                 assert_same(d_x, exchange(values(grads), transposed(case.table))[me], f"{kind} {fills} gradient")
 
 

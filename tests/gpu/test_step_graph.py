@@ -64,12 +64,15 @@ def steps_with_a_bad_one(run: Trainer) -> list[tuple[float, ...]]:
     "more",
     [
         {"recipe": "bf16"},
-        {"recipe": "bf16", "compile": True},
+        pytest.param({"recipe": "bf16", "compile": True}, marks=pytest.mark.slow),
         {"recipe": "mxfp8_wgrad_with_mx", "accumulate": 2},
         {"recipe": "mxfp8_wgrad_with_mx", "compile": True},
         {"recipe": "mxfp8_wgrad_with_hp", "compile": True, "accumulate": 2, "cache_weights": True},
         {"recipe": "mxfp8_wgrad_with_mx", "activation_checkpoint": "full", "output_recipe": "mxfp8_wgrad_with_mx"},
-        {"recipe": "mxfp8_wgrad_with_mx", "converters": "quantize.grouped_mm.mx,quantize.linear.mx", "compile": True},
+        pytest.param(
+            {"recipe": "mxfp8_wgrad_with_mx", "converters": "quantize.grouped_mm.mx,quantize.linear.mx", "compile": True},
+            marks=pytest.mark.slow,
+        ),
         {"recipe": "mxfp8_wgrad_with_mx", "optimizer": "adamw8bit", "dtype": "bfloat16"},
         {"recipe": "mxfp8_wgrad_with_mx", "optimizer_in_backward": True, "max_grad_norm": 0.0},
     ],
@@ -88,6 +91,7 @@ def test_steps_are_those_without_a_graph(tmp_path: Path, nccl: torch.device, opt
     assert {float(value) for name, value in state.items() if name.endswith(".step")} == {STEPS - 1.0}
 
 
+@pytest.mark.slow
 def test_resumes_with_and_without_a_graph(tmp_path: Path, nccl: torch.device, options: dict[str, Any]) -> None:
     """A run of one kind goes on as the other kind, as one that was never stopped."""
     ends = []

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from tests.by_hand import ByHand
 from tests.truth import KINDS, Case, assert_same, exchange, make_case, raises_naming
 from tests.virtual import alone, run_virtual
 
@@ -31,27 +29,13 @@ pytestmark = pytest.mark.gpu
 
 D, N, L = 256, 160, 3
 RECIPE = RECIPES["mxfp8_wgrad_with_hp"]
+BY_HAND = ByHand(OverlappedEPGroupedMM)
 _LATE_CYCLES = 300_000_000  # of a kernel that holds a stream, some 150 ms
 
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXEP_CHECK", "0")
-
-
-class ByHand:
-    """The overlapped form without autograd's engine, whose one thread per GPU cannot run the backwards of several ranks at a time."""
-
-    made = threading.local()
-
-    @staticmethod
-    def apply(*arguments: Any) -> torch.Tensor:
-        ctx = SimpleNamespace(needs_input_grad=(True, True, *(False,) * (len(arguments) - 2)))
-        ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
-        with torch.no_grad():
-            out = OverlappedEPGroupedMM.forward(ctx, *arguments)
-        ByHand.made.ctx = ctx
-        return out
 
 
 def weights(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,7 +62,7 @@ def apart(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Ten
 def by_hand(me: int, world: int, name: str, case: Case, dtype: torch.dtype, recipe: Recipe) -> list[torch.Tensor]:
     x, w = case.inputs(D, dtype)[me].cuda().requires_grad_(), weights(me, dtype)
     out = ep_grouped_mm(x, w, case.sent(me), case.received(me), case.rank_major(me), name, recipe)
-    d_x, d_w, *_ = OverlappedEPGroupedMM.backward(ByHand.made.ctx, case.inputs(N, dtype, seed=5)[me].cuda())
+    d_x, d_w, *_ = BY_HAND.backward_of_last()(case.inputs(N, dtype, seed=5)[me].cuda())
     torch.cuda.current_stream().synchronize()
     return [out.detach(), d_x, d_w]
 
@@ -91,7 +75,7 @@ def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.usefixtures("poison")
 def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlapped, "OverlappedEPGroupedMM", ByHand)
+    monkeypatch.setattr(overlapped, "OverlappedEPGroupedMM", BY_HAND)
     monkeypatch.setattr(overlapped, "LEAST_CHUNK_BYTES", 1)
     for seed, kind in enumerate(KINDS):
         case = make_case(kind, world, L, rows=400, seed=seed)

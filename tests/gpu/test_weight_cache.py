@@ -19,6 +19,7 @@ from mxep.grouped_mm.products import Weights, gemm_options
 from mxep.moe import FusedMoE, MoEConfig
 from mxep.moe.experts import Experts
 from mxep.mx.weight_cache import CachedWeight, WeightCache
+from mxep.ops.grouped_gemm.hopper import quantize_weight
 from mxep.parallel import MXLinear, cache_quantized_weights
 from mxep.recipe import RECIPES
 
@@ -182,6 +183,27 @@ def test_make_graphed_callables(kind: str) -> None:
     with torch.no_grad():
         assert torch.equal(eager_forward(x, *others), plain(x, *others)), "eager, beside the graph"
     assert not cache.captured
+
+
+@pytest.mark.parametrize("capture_error_mode", ["global", "thread_local"])
+def test_a_variant_that_runs_in_a_graph_first(capture_error_mode: str) -> None:
+    """Calls with a cache make both forms of a weight in one pass; a graph of forward alone makes one of them."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("rebased weights are Hopper's")
+    module, others = make("experts", "mxfp8_wgrad_with_hp")
+    cache, x = WeightCache(), torch.randn(ROWS, D, dtype=torch.bfloat16)
+    keep(module, cache)
+    quantize_weight._kernel.cache_clear()
+    with torch.no_grad():
+        eager = module(x, *others)
+        variants = quantize_weight._kernel.cache_info().currsize
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode=capture_error_mode):
+            captured = module(x, *others)
+    assert quantize_weight._kernel.cache_info().currsize > variants
+    graph.replay()
+    assert torch.equal(captured, eager)
 
 
 class Owner(nn.Module):

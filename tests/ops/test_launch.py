@@ -70,6 +70,23 @@ def test_arguments_come_in_the_kernels_order(made: list):
     assert made[-1][:2] == ("again", (5, 3, 1))
 
 
+def test_triton_loads_a_variant_where_a_capture_allows_it(made: list, monkeypatch: pytest.MonkeyPatch):
+    @contextlib.contextmanager
+    def relaxed() -> Iterator[None]:
+        made.append("relaxed")
+        yield
+        made.append("as before")
+
+    monkeypatch.setattr(launching, "relaxed_capture", relaxed)
+    for capturing in (True, False):
+        monkeypatch.setattr(launching, "is_capturing", lambda capturing=capturing: capturing)
+        for _ in range(2):
+            launch(_kernel, 5, PLAIN, num_warps=4 + 4 * capturing)
+    assert [entry if isinstance(entry, str) else entry[0] for entry in made] == [
+        "relaxed", "compiled", "as before", "again", "compiled", "again"
+    ]  # fmt: skip
+
+
 def test_what_changes_bits_is_not_left_to_tritons_defaults(made: list):
     launch(_kernel, 5, PLAIN, num_warps=4)
     launch(_kernel, 5, PLAIN, num_warps=4, enable_fp_fusion=False)

@@ -131,11 +131,15 @@ def test_a_kernel_that_does_not_compile_says_why(cache: Path):
     assert not cache.exists()
 
 
+THREAD_LOCAL, RELAXED = 1, 2  # CUstreamCaptureMode of cuda.h
+
+
 class Driver:
     """Counts what a launch asks of the driver; a thread without a context at first."""
 
     def __init__(self) -> None:
         self.context, self.launches, self.asked = 0, [], []
+        self.capture_mode = THREAD_LOCAL  # of the thread
 
     def __getattr__(self, name: str):
         return lambda *arguments: self.asked.append(name) or 0
@@ -146,6 +150,10 @@ class Driver:
 
     def cuCtxSetCurrent(self, context) -> int:  # noqa: N802
         self.context = 7
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode) -> int:  # noqa: N802
+        mode._obj.value, self.capture_mode = self.capture_mode, mode._obj.value
         return 0
 
     def launch(self, *arguments: object) -> int:
@@ -194,6 +202,24 @@ def test_dynamic_shared_memory_is_asked_for(driver: Driver, shared_bytes: int):
     """48 KiB of it are too much without asking where the kernel has static shared memory, too."""
     nvrtc.Kernel("nothing", (), {}, threads=64, shared_bytes=shared_bytes).launch(0, 1)
     assert ("cuFuncSetAttribute" in driver.asked) == bool(shared_bytes)
+
+
+@pytest.mark.parametrize("status", [0, 900])
+def test_a_module_is_loaded_where_a_capture_allows_it(driver: Driver, status: int):
+    """And nothing else is launched there, also if the driver refuses it."""
+    modes = []
+    driver.cuModuleLoadData = lambda *arguments: modes.append(driver.capture_mode) or status
+    driver.cuModuleGetFunction = lambda *arguments: modes.append(driver.capture_mode) or 0
+    launch, driver.launch = driver.launch, lambda *arguments: modes.append(driver.capture_mode) or launch(*arguments)
+    kernel = nvrtc.Kernel("nothing", (), {}, threads=32)
+    if status:
+        with pytest.raises(RuntimeError, match="nothing: cuModuleLoadData: CUDA error 900"):
+            kernel.launch(0, 1)
+    else:
+        kernel.launch(0, 1)
+        kernel.launch(0, 1)
+    assert modes == ([RELAXED] if status else [RELAXED, RELAXED, THREAD_LOCAL, THREAD_LOCAL])
+    assert driver.capture_mode == THREAD_LOCAL
 
 
 def test_packed_arguments_are_launched_again(driver: Driver):

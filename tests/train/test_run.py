@@ -327,6 +327,7 @@ def test_under_torchrun(tmp_path: Path, text: str) -> None:
     assert read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).step == manifest.step + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
 def test_a_run_on_gpus_learns_and_resumes(tmp_path: Path, text: str, nproc: int, recipe: str) -> None:

@@ -567,17 +567,16 @@ def _commits(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def sanitizer_line(records: Records) -> str:
-    """One sentence: the findings of tests/programs/sanitize.py."""
-    runs = []
+    """A sentence for each tool: the findings of tests/programs/sanitize.py."""
+    runs: dict[str, list[str]] = {}
     for record in records:
-        passed, failed, errors = (sum(found[kind] or 0 for found in record["files"].values()) for kind in ("passed", "failed", "errors"))
-        silent = sum(found["errors"] is None for found in record["files"].values())
-        runs.append(
-            f"{errors} errors in {passed} passed and {failed} failed tests"
-            + (f", {silent} files without a summary" if silent else "")
-            + f" on {device_title(record['device'])} ({_commits(record['files'].values())})"
+        passed, failed, errors = (sum(found[kind] for found in record["files"].values()) for kind in ("passed", "failed", "errors"))
+        missing = record.get("missing")  # older records are whole
+        runs.setdefault(record["benchmark"].removeprefix("sanitizer_"), []).append(
+            f"{errors} errors in {passed} passed and {failed} failed tests on {device_title(record['device'])} "
+            f"({_commits(record['files'].values())})" + (f", without the tests of {', '.join(missing)}" if missing else "")
         )
-    return f"The kernels' tests under compute-sanitizer memcheck: {'; '.join(runs)}."
+    return "\n".join(f"The kernels' tests under compute-sanitizer {tool}: {'; '.join(found)}." for tool, found in runs.items())
 
 
 def learning_line(records: Records) -> str:
@@ -646,7 +645,7 @@ def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
     return markdown("forward + backward, or a training step | hardware | bf16 over NCCL | MXFP8 | speed-up", rows) if rows else ""
 
 
-def overview(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, sanitized: Records = ()) -> str:
+def overview(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, *sanitized: Records) -> str:
     """Tables of layers and of training steps against every baseline; accuracy; which tests passed on which GPUs."""
     parts = []
     if speeds := _speeds(layers, pipelines):
@@ -671,8 +670,8 @@ def overview(pipelines: Records, layers: Records, trainings: Records, accuracies
         )
     if tests:
         parts.append(gpu_tests_line(tests))
-    if sanitized:
-        parts.append(sanitizer_line(sanitized))
+    if found := [record for of_tool in sanitized for record in of_tool]:
+        parts.append(sanitizer_line(found))
     return "\n\n".join(parts)
 
 
@@ -695,7 +694,7 @@ def doubts_line(records: Records) -> str:
 
 _BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the benchmarks whose records it gets
     "summary": (summary, "pipeline", "layer", "train"),
-    "overview": (overview, "pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck"),
+    "overview": (overview, "pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck", "sanitizer_racecheck"),
     "accuracy": (accuracy_table, "accuracy"),
     **{name: (write, name) for name, write in TABLES.items()},
     "learning": (learning_line, "convergence"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import triton
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
-from mxep.ops.runtime.nvrtc import current_gpu
+from mxep.device import is_capturing
+from mxep.ops.runtime.nvrtc import current_gpu, relaxed_capture
 
 _INT32 = 2**31  # the first number that it does not hold
 _BYTES = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
@@ -81,7 +83,8 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
     variant = _variants.get(key)
     if variant is None:
         values = _as_bytes(parameters.values(arguments))
-        _variants[key] = _compiled_kernel(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
+        with relaxed_capture() if is_capturing() else nullcontext():  # Triton loads it
+            _variants[key] = _compiled_kernel(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
         return
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if variant.function is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler wants to know of it

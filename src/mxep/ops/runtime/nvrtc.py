@@ -7,7 +7,7 @@ written to a temporary file and renamed.
 
 Folder: `mxep.private_folders.cache_folder`.  Where it cannot be written, or others than this user can write there, a warning says so once
 and every process compiles for itself.  A kept cubin is loaded only if its digest fits its bytes and the name that they were kept under.
-Compiling needs no GPU.  Inside a CUDA graph capture a kernel must have run once before.
+Compiling needs no GPU.  A kernel can run for the first time inside a CUDA graph capture (`relaxed_capture`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import functools
 import hashlib
 import warnings
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ _WORD = 2**64 - 1
 # cuda.h
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _INVALID_CONTEXT = 201
+_CAPTURE_MODE_RELAXED = 2
 _L2_PROMOTION_128 = 2
 SWIZZLE_NONE, SWIZZLE_128 = 0, 3
 
@@ -151,6 +153,25 @@ def _bind_context(device: int) -> None:
     if not context.value:
         _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
         _check(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """A capture on this thread allows what CUDA calls potentially unsafe, to load a module say. That is done at once and not recorded.
+
+    A graph can hold kernels that no call before it has run: it quantises weights that a `WeightCache` kept until then, maybe by another
+    variant, and works on chunks of rows that the host knew to be empty.
+    """
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+
+    def exchange() -> None:
+        _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+
+    exchange()  # mode is that of before now
+    try:
+        yield
+    finally:
+        exchange()
 
 
 class DriverFunction:
@@ -284,11 +305,12 @@ class Kernel:
     def _load(self, device: int) -> ctypes.c_void_p:
         _bind_context(device)
         code, module, function = self.compile(), ctypes.c_void_p(), ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"{self.entry}: cuModuleLoadData")
-        _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), f"{self.entry}: cuModuleGetFunction")
-        if self.shared_bytes:  # 48 KiB are there without asking, but for these and static ones together
-            status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes)
-            _check(status, f"{self.entry}: {self.shared_bytes} bytes of shared memory")
+        with relaxed_capture():
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"{self.entry}: cuModuleLoadData")
+            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), f"{self.entry}: cuModuleGetFunction")
+            if self.shared_bytes:  # 48 KiB are there without asking, but for these and static ones together
+                status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared_bytes)
+                _check(status, f"{self.entry}: {self.shared_bytes} bytes of shared memory")
         self._loaded[device] = function
         return function
 

@@ -1,6 +1,6 @@
 """Grouped GEMMs on Hopper's FP8 tensor cores from rebased operands: forward, dgrad and wgrad, one kernel in CUDA C++.
 
-Group ends stay on the device; no host sync; once a variant has run, a call can be captured in a CUDA graph and replayed with other ends.
+Group ends stay on the device; no host sync; a call can be captured in a CUDA graph and replayed with other ends.
 Accumulation: the tensor cores' sums keep about 14 bits and are promoted to float32 every 128 of the summed dimension.
 """
 
