@@ -132,7 +132,8 @@ def needs_fsdp(meshes: Meshes, compute: torch.dtype, dtype: torch.dtype, accumul
         dtype: of the parameters.  accumulate: batches whose gradients are summed, which FSDP does in float32.
 
     Examples:
-        >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
+        >>> from mxep.parallel import build_meshes
+        >>> meshes = build_meshes(1, 1, "cpu")
         >>> bf16, float32 = torch.bfloat16, torch.float32
         >>> needs_fsdp(meshes, bf16, bf16, 1), needs_fsdp(meshes, bf16, bf16, 2), needs_fsdp(meshes, bf16, float32, 1)
         (False, True, True)

@@ -98,8 +98,8 @@ class LowMemoryAdamW(torch.optim.Optimizer):
                     self.step_parameter(parameter, group)
 
     @torch.no_grad()
-    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Update one parameter of that group, which has a gradient."""
+    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
+        """Update one parameter of that group, which has a gradient, and add the squares of this rank's gradient to `squares`, () float64."""
         state = self.state[parameter]
         local, gradient = _local(parameter.detach()), _local(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
@@ -119,6 +119,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             self._keys[parameter],
             self._runs[parameter],
             (*group["betas"], group["weight_decay"], group["eps"]),
+            squares,
         )
         torch.autograd.graph.increment_version((parameter, local))  # kernels write past autograd
 

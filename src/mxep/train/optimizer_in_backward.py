@@ -62,6 +62,9 @@ class OptimizerInBackward:
     @torch.no_grad()
     def _step(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        self._norms.add([parameter.grad])
-        self.optimizer.step_parameter(parameter, self._groups[parameter])
+        if isinstance(self.optimizer, LocalAdamW):
+            self._norms.add([parameter.grad])
+            self.optimizer.step_parameter(parameter, self._groups[parameter])
+        else:  # its step reads the gradient, and measures it on the way
+            self.optimizer.step_parameter(parameter, self._groups[parameter], self._norms.squares_of(parameter.grad))
         parameter.grad = None
