@@ -249,7 +249,12 @@ def test_one_rank_without_fsdp_steps_as_with_it(
     text = tmp_path / "text.py"
     text.write_text(Path(json.__file__).read_text())
     figures, ends = [], []
-    for name, by_fsdp in (("with", (True, True)), ("without", (False, False)), ("then_without", (True, False)), ("then_with", (False, True))):
+    for name, by_fsdp in (
+        ("with", (True, True)),
+        ("without", (False, False)),
+        ("then_without", (True, False)),
+        ("then_with", (False, True)),
+    ):
         records = []
         for start, wraps in enumerate(by_fsdp):
             monkeypatch.setattr(build_module, "needs_fsdp", lambda *_, wraps=wraps: wraps)
