@@ -1,6 +1,7 @@
 """Steps each parameter during backward, as soon as its gradient is complete, and frees that gradient.
 
-The gradients of one FSDP unit, or of one parameter without FSDP, exist at a time instead of all.  What needs all gradients before the first update has another form:
+The gradients of one FSDP unit, or of one parameter without FSDP, exist at a time instead of all.  What needs all gradients before the
+first update has another form:
 
     clipping by the global norm       none; the norm is measured on the way and reported
     skipping a step                   decided before backward, from the loss of all ranks
