@@ -99,7 +99,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
-        """Update one parameter of that group, which has a gradient; `squares`, () float64, grows by the squares of this rank's part of it."""
+        """Update one parameter of that group, which has a gradient; `squares`, () float64, grows by the squares of this rank's part."""
         state = self.state[parameter]
         local, gradient = _local(parameter.detach()), _local(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
