@@ -248,7 +248,7 @@ COMPILED = {"compile": True, "compile_backend": "aot_eager", "activation_checkpo
 def test_one_rank_without_fsdp_steps_as_with_it(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]
 ) -> None:
-    """To the bit, in float32 on a CPU, also where a run goes on as the other kind."""
+    """Weights and moments to the bit, in float32 on a CPU, also where a run goes on as the other kind."""
     text = tmp_path / "text.py"
     text.write_text(Path(json.__file__).read_text())
     figures, ends = [], []
@@ -267,10 +267,10 @@ def test_one_rank_without_fsdp_steps_as_with_it(
             assert any(isinstance(parameter, DTensor) for parameter in run.model.parameters()) == wraps
             records += [done(run) for _ in range(2)]
             run.save()
-        figures.append([(record.loss, record.grad_norm, record.load_max_over_mean) for record in records])
+        figures.append([figure for record in records for figure in (record.loss, record.grad_norm, record.load_max_over_mean)])
         ends.append(state_of(run))
         assert len(same(ends[0], ends[-1])) == len(ends[0]), name
-    assert figures[1:] == figures[:1] * 3
+    assert all(found == pytest.approx(figures[0], rel=1e-12) for found in figures[1:])  # norms are summed in another order
 
 
 def gradients_in_bf16(by_fsdp: bool, shape: ModelConfig, recipe: str) -> dict[str, Tensor]:
