@@ -22,6 +22,7 @@ BUDGETS = {  # call -> most torch operators, most Python function calls
     "fused_experts hp f+b": (95, 490),
     "fused_experts mxfp8_wgrad_with_hp f+b": (158, 620),
     "fused_experts mxfp8_wgrad_with_mx f+b": (187, 635),
+    "AdamW of a parameter in backward": (11, 74),
     "dispatch": (15, 58),
     "permute": (12, 58),
     "grouped mm": (25, 98),

@@ -212,7 +212,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             (512, 512, 0),
             (0.9, 0.95, 0.1, 1e-8),
         ),
-        (*(torch.rand(7) for _ in range(4)), None, None, torch.zeros(()), torch.ones(()), None, None, 7, (7, 7, 0), (0.9, 0.95, 0.1, 1e-8)),
+        (
+            *(torch.rand(7) for _ in range(4)),
+            *(None, None, torch.zeros(()), torch.ones(()), None, None, 7, (7, 7, 0), (0.9, 0.95, 0.1, 1e-8)),
+            torch.zeros((), dtype=torch.float64),
+        ),
     ],
     "route_tokens": lambda: [
         (torch.randn(4, 6), torch.randn(6), 2, "sigmoid", 3, 2, False, True, 2.0, True, True),

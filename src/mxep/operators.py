@@ -114,10 +114,11 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("optimizer.reference", "optimizer.adamw_step"): (
         # AdamW of the n values of a parameter that are on this rank, in place: moments (n,) as the parameter's, or codes (n * bits / 8,)
-        # and scales (n / block,); runs: where the values are in the whole parameter; hyperparameters: both betas, weight decay, eps
+        # and scales (n / block,); runs: where the values are in the whole parameter; hyperparameters: both betas, weight decay, eps;
+        # squares () grows by the sum of the gradient's
         "adamw_step(Tensor(a!) parameter, Tensor gradient, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_scale, "
         "Tensor(e!)? exp_avg_sq_scale, Tensor(f!) step, Tensor lr, Tensor? grad_scale, Tensor? found_inf, int key, int[] runs, "
-        "float[] hyperparameters) -> ()",
+        "float[] hyperparameters, Tensor(g!)? squares=None) -> ()",
     ),
     ("routing.router_reference", "routing.router"): (
         # logits (T, E), bias (E,) -> weights (T, C), experts (T, C) in rising order, counts (E,) of the C best or of forced balance, and

@@ -49,6 +49,23 @@ def test_steps_are_the_references(bits: int, dtype: torch.dtype, runs: tuple[int
     assert dtype == FLOAT32 or (found != want).float().mean() < 0.001, "other random bits"
 
 
+@pytest.mark.parametrize("n", [4224, 2**21 + 128])
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_squares_of_the_gradient(bits: int, n: int) -> None:
+    """Before the division, added to what is there, in the same order in every run; none of a skipped step."""
+    n = n // 256 * 256 if bits == 8 else n
+    gradient = torch.randn(n, generator=torch.Generator().manual_seed(1)).to("cuda", BF16)
+    found = []
+    for skipped in (0.0, 0.0, 1.0):
+        parameter, *moments, steps = tensors(bits, BF16, n, "cuda")
+        scalars = [torch.full((), value, device="cuda") for value in (1e-2, 3.0, skipped)]
+        squares = torch.full((), 7.0, device="cuda", dtype=torch.float64)
+        kernels.adamw_step(parameter, gradient, *moments, steps, *scalars, 5, (n, n, 0), HYPERPARAMETERS, squares)
+        found.append(float(squares))
+    assert found[0] == pytest.approx(7 + float(gradient.double().square().sum()), rel=1e-6)
+    assert found[1:] == [found[0], 7.0]
+
+
 @pytest.mark.parametrize("bits", [8, 0])
 def test_unaligned_memory(bits: int) -> None:
     """Gradients are views of a larger buffer, as FSDP's are."""

@@ -269,9 +269,18 @@ def test_adamw_hands_structures_to_its_kernel(driver: Driver, monkeypatch: pytes
     monkeypatch.setattr(nvrtc, "current_gpu", lambda: None)
     parameter, gradient, average, squares = (torch.zeros(512, dtype=torch.bfloat16) for _ in range(4))
     step, lr = torch.zeros(()), torch.ones(())
-    launcher.adamw_step(parameter, gradient, average, squares, None, None, step, lr, None, None, 7, (512, 512, 0), (0.9, 0.95, 0.1, 1e-8))
-    update, count = (launch[0]._obj for launch in driver.launches)
-    assert (update.blocks, count.blocks, count.threads) == (1, 1, 1), "one thread counts the step"
+    total = torch.zeros((), dtype=torch.float64)
+    for measured in (None, total):
+        driver.launches.clear()
+        launcher.adamw_step(
+            parameter, gradient, average, squares, None, None, step, lr, None, None, 7, (512, 512, 0), (0.9, 0.95, 0.1, 1e-8), measured
+        )
+        update, count = (launch[0]._obj for launch in driver.launches)
+        assert (update.blocks, count.blocks, count.threads) == (1, 1, 32), "one warp counts the step"
+    with pytest.raises(ValueError, match=r"adamw_step: squares is \(\) torch.float32, want \(\) float64"):
+        launcher.adamw_step(
+            parameter, gradient, average, squares, None, None, step, lr, None, None, 7, (512, 512, 0), (0.9,) * 4, torch.zeros(())
+        )
     for wrong in (torch.zeros((), dtype=torch.float64), torch.zeros(1)):
         with pytest.raises(ValueError, match=r"step, lr, grad_scale and found_inf .* want \(\) float32"):
             launcher.adamw_step(parameter, gradient, average, squares, None, None, step, wrong, None, None, 7, (512, 512, 0), (0.9,) * 4)

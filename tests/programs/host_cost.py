@@ -32,6 +32,9 @@ from mxep.bench.timing import synchronize
 from mxep.mx.weight_cache import WeightCache
 from mxep.parallel import MXLinear
 from mxep.recipe import RECIPES
+from mxep.train.optimizer import build_optimizer
+from mxep.train.optimizer_in_backward import OptimizerInBackward
+from mxep.train.state_precision import StatePrecision
 
 ROWS, D, N, H, EXPERTS, CHOICES = 64, 64, 128, 32, 8, 2
 _ADDRESS = 1 << 20  # of every tensor on a CPU: CUDA's allocator gives a step the addresses of the one before, a CPU's does not
@@ -127,6 +130,17 @@ def calls(device: torch.device) -> dict[str, Call]:
             return mxep.fused_experts(x, choices, scores, w1, None, w2, None, EXPERTS, group="", recipe=name)
 
         found[f"fused_experts {name} f+b"] = step(experts, values(ROWS, D), x, w1, w2)
+
+    weights = torch.nn.ParameterDict({"weight": torch.nn.Parameter(values(N, D))})
+    updates = OptimizerInBackward(build_optimizer(weights, 1e-3, 0.1, StatePrecision("adamw8bit", "bfloat16")))
+
+    def update() -> None:
+        weights["weight"].grad = dw
+        updates._step(weights["weight"])
+
+    dw = values(N, D)
+    updates.optimizer.param_groups[0]["lr"] = torch.full((), 1e-3, device=device)
+    found["AdamW of a parameter in backward"] = update
 
     counts = torch.tensor([ROWS // 2, ROWS // 2], device=device)
     rows, splits = x.detach(), [ROWS]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
+import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
+from tests.steps import done, same, state_of, trainer
 from tests.user_experts import sqnr_db
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -17,9 +22,21 @@ from mxep.models.decoder import Decoder
 from mxep.models.document_mask import PackedDocuments
 from mxep.models.families import build_model
 from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
-from mxep.parallel import HiddenStates, Meshes, ParallelDims, Pipeline, build_meshes, convert_linears, slice_sequence
+from mxep.parallel import (
+    HiddenStates,
+    Meshes,
+    ParallelDims,
+    Pipeline,
+    apply_fsdp,
+    build_meshes,
+    convert_linears,
+    parallelize_moe,
+    recompute_blocks,
+    slice_sequence,
+)
 from mxep.recipe import resolve_recipe
-from mxep.train.build import Build, Linears, build_stages
+from mxep.train import build as build_module
+from mxep.train.build import Build, Linears, build_stages, build_whole
 
 V, S, MICROBATCHES = 48, 8, 4
 COMMON = {"vocab_size": V, "dim": 32, "num_layers": 4, "expert_hidden": 32, "num_experts": 4, "top_k": 2, "max_seq_len": 16, "z_loss": 1e-2}
@@ -216,3 +233,65 @@ def test_degrees_that_do_not_fit_the_model() -> None:
         refusals(0, 4)
     finally:
         dist.destroy_process_group()
+
+
+def test_examples(one_rank: None) -> None:
+    result = doctest.testmod(build_module)
+    assert result.attempted
+    assert not result.failed
+
+
+COMPILED = {"compile": True, "compile_backend": "aot_eager", "activation_checkpoint": "full"}
+
+
+@pytest.mark.parametrize("more", [{"accumulate": 2}, {"optimizer_in_backward": True, "max_grad_norm": 0.0, **COMPILED}], ids=str)
+def test_one_rank_without_fsdp_steps_as_with_it(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]
+) -> None:
+    """Weights and moments to the bit, in float32 on a CPU, also where a run goes on as the other kind."""
+    text = tmp_path / "text.py"
+    text.write_text(Path(json.__file__).read_text())
+    figures, ends = [], []
+    for name, by_fsdp in (
+        ("with", (True, True)),
+        ("without", (False, False)),
+        ("then_without", (True, False)),
+        ("then_with", (False, True)),
+    ):
+        records = []
+        for start, wraps in enumerate(by_fsdp):
+            monkeypatch.setattr(build_module, "needs_fsdp", lambda *_, wraps=wraps: wraps)
+            options = {"data": (str(text),), "steps": 4, "fused_layer": True, "evaluate": False, "checkpoint_every": 100, **more}
+            run = trainer(0, 1, str(tmp_path / name), resume=bool(start), **options)
+            assert isinstance(run.model, FSDPModule) == wraps
+            assert any(isinstance(parameter, DTensor) for parameter in run.model.parameters()) == wraps
+            records += [done(run) for _ in range(2)]
+            run.save()
+        figures.append([figure for record in records for figure in (record.loss, record.grad_norm, record.load_max_over_mean)])
+        ends.append(state_of(run))
+        assert len(same(ends[0], ends[-1])) == len(ends[0]), name
+    assert all(found == pytest.approx(figures[0], rel=1e-12) for found in figures[1:])  # norms are summed in another order
+
+
+def gradients_in_bf16(by_fsdp: bool, shape: ModelConfig, recipe: str) -> dict[str, Tensor]:
+    """Gradients of one rank's bf16 parameters, computed in bf16 as on a GPU."""
+    model, meshes = build_whole(shape, Build(resolve_recipe(recipe), fused_layer=True, dtype=torch.bfloat16)), build_meshes(1, 1, "cpu")
+    for moe in model.moe_layers() if by_fsdp else ():
+        parallelize_moe(moe, meshes.ep)
+    recompute_blocks(model.layers.values(), "full")
+    if by_fsdp:
+        apply_fsdp(model, meshes, param_dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    inputs, labels = batch()
+    (model(inputs, labels) / 100 + model.router_loss()).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in found.items() if grad is not None}
+
+
+@pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_mx"])
+@pytest.mark.parametrize("shape", [dataclasses.replace(BLOCKS, balance_loss=1e-2), QWEN], ids=["deepseek", "qwen"])
+def test_bf16_gradients_of_one_rank_are_those_of_fsdp(one_rank: None, shape: ModelConfig, recipe: str) -> None:
+    with_fsdp, without = (gradients_in_bf16(by_fsdp, shape, recipe) for by_fsdp in (True, False))
+    assert {grad.dtype for grad in without.values()} == {torch.bfloat16}
+    assert len(same(with_fsdp, without)) == len(with_fsdp) > 10

@@ -92,6 +92,36 @@ def test_numbers_are_torchaos(precision: StatePrecision, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)
+def test_squares_of_gradients(precision: StatePrecision) -> None:
+    """Those of the gradients as they came, added to what is there; none in a skipped step."""
+    parameters = parameters_of(precision.torch_dtype)
+    optimizer = optimizer_of(parameters, precision)
+    optimizer.grad_scale = torch.tensor(4.0)
+    grads = gradients_of(0, precision.torch_dtype)
+    for skipped in (0.0, 1.0):
+        optimizer.found_inf, squares = torch.tensor(skipped), torch.full((), 7.0, dtype=torch.float64)
+        for name, parameter in parameters.items():
+            parameter.grad = grads[name]
+            optimizer.step_parameter(parameter, optimizer.param_groups[0], squares)
+        added = sum(float(grad.double().square().sum()) for grad in grads.values())
+        assert float(squares) == pytest.approx(7.0 + (0.0 if skipped else added), rel=1e-12)
+
+
+def test_where_shards_lie_is_found_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every step: it takes the host longer than the step does."""
+    mesh = init_device_mesh("cpu", (1,))
+    parameters = {name: nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for name, p in parameters_of(torch.bfloat16).items()}
+    whole = parameters_of(torch.bfloat16)
+    optimizers = [optimizer_of(each, EIGHT_BIT) for each in (parameters, whole)]
+    monkeypatch.setattr(low_memory_adamw, "local_shard", lambda tensor: pytest.fail("looked for a shard in a step"))
+    for name, grad in gradients_of(0, torch.bfloat16).items():
+        whole[name].grad, parameters[name].grad = grad, distribute_tensor(grad.clone(), mesh, [Shard(0)])
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(torch.equal(parameter.to_local(), whole[name]) for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("precision", KINDS, ids=str)
 def test_a_skipped_step_leaves_everything(precision: StatePrecision) -> None:
     parameters = parameters_of(precision.torch_dtype)
     optimizer = optimizer_of(parameters, precision)

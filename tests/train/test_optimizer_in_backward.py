@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, steps_of, trainer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.train.config import TrainConfig
 from mxep.train.data.loader import Batch
@@ -61,6 +62,38 @@ def steps_alike(rank: int, world: int, out: str, data: str, options: dict[str, A
 def test_steps_are_those_after_backward(tmp_path: Path, text: str, world: int, options: dict[str, Any]) -> None:
     """To the bit, with one unit's gradients at a time."""
     run_ranks(steps_alike, world, str(tmp_path), text, options)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_update_measures_its_gradient(tmp_path: Path, text: str, one_rank: None) -> None:
+    """No operator but the update for a parameter with quantised moments: no norm, no copy of a gradient, no scalar of its own."""
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=2, evaluate=False, **IN_BACKWARD, **LOW_MEMORY)
+    assert run.in_backward is not None
+    done(run)
+    run.in_backward.decide(torch.ones(()))
+    run.in_backward.norm()
+    parameters = list(run.model.parameters())
+    with Operators() as seen:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+            seen.names.clear()
+            run.in_backward._step(parameter)
+            assert parameter.grad is None
+            work = [name for name in seen.names if "view" not in name and "detach" not in name]
+            assert work in (["mxep.adamw_step.default"], ["aten.zeros.default", "mxep.adamw_step.default"]), "the sum's zero once"
+    found = float(run.in_backward.norm())
+    assert found == pytest.approx(sum(parameter.numel() for parameter in parameters) ** 0.5, rel=1e-6)
 
 
 def spoil_loss(run: Trainer, step: int) -> None:

@@ -62,7 +62,11 @@ def spoil(run: Trainer, bad: Tensor) -> None:
     run.microbatches.loss = lambda batch: loss(batch) * bad  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("more", [{"accumulate": 2}, {"optimizer_in_backward": True, "max_grad_norm": 0.0, "cache_weights": True}], ids=str)
+IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
+LOW_MEMORY: dict[str, Any] = {**IN_BACKWARD, "optimizer": "adamw8bit", "dtype": "bfloat16", "activation_checkpoint": "full"}
+
+
+@pytest.mark.parametrize("more", [{"accumulate": 2}, {**IN_BACKWARD, "cache_weights": True}, LOW_MEMORY], ids=str)
 def test_steps_are_those_without_a_graph(tmp_path: Path, one_rank: None, more: dict[str, Any]) -> None:
     """To the bit: warmup of the rate, a step that is skipped, expert biases, an evaluation in between."""
     text = tmp_path / "text.py"

@@ -54,6 +54,7 @@ class Build:
         compile_backend: of torch.compile; None: no compilation.
         schedule: of the pipeline.
         dtype: of the parameters.
+        accumulate: batches whose gradients are summed before a step.
     """
 
     recipe: Recipe
@@ -68,6 +69,7 @@ class Build:
     compile_backend: str | None = None
     schedule: PipelineSchedule = "1F1B"
     dtype: torch.dtype = torch.float32
+    accumulate: int = 1
 
 
 def build_options(config: TrainConfig) -> Build:
@@ -89,6 +91,7 @@ def build_options(config: TrainConfig) -> Build:
         compile_backend=c.compile_backend if c.compile and "model" in split_names(c.compile_components) else None,
         schedule=c.pp_schedule,
         dtype=state_precision(config).torch_dtype,
+        accumulate=c.accumulate,
     )
 
 
@@ -120,6 +123,25 @@ def build_whole(shape: ModelConfig, build: Build) -> Decoder:
     return model
 
 
+def needs_fsdp(meshes: Meshes, compute: torch.dtype, dtype: torch.dtype, accumulate: int) -> bool:
+    """False where FSDP would change nothing but the host's time: one rank, parameters that are read as they are, no sums in another dtype.
+
+    Args:
+        meshes: of this rank.
+        compute: dtype in which the model computes.
+        dtype: of the parameters.  accumulate: batches whose gradients are summed, which FSDP does in float32.
+
+    Examples:
+        >>> from mxep.parallel import build_meshes
+        >>> meshes = build_meshes(1, 1, "cpu")
+        >>> bf16, float32 = torch.bfloat16, torch.float32
+        >>> needs_fsdp(meshes, bf16, bf16, 1), needs_fsdp(meshes, bf16, bf16, 2), needs_fsdp(meshes, bf16, float32, 1)
+        (False, True, True)
+    """
+    alone = meshes.stage.size() * meshes.pp.size() == 1
+    return not alone or compute != dtype or (dtype != torch.float32 and accumulate > 1)
+
+
 def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch.device, seed: int) -> dict[int, Decoder]:
     """The stages of this rank by number; without a pipeline {0: the whole model}. Weights depend on the seed only, not on the ranks.
 
@@ -128,7 +150,9 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
     Raises:
         ValueError: degrees that do not fit the model, or what `build_whole` raises.
     """
-    pp = meshes.pp.size()
+    pp, on_gpu = meshes.pp.size(), device.type == "cuda"
+    compute = torch.bfloat16 if on_gpu else torch.float32
+    shards = needs_fsdp(meshes, compute, build.dtype, build.accumulate)
     if shape.num_experts % meshes.ep.size():
         raise ValueError(f"parallelism: the EP degree {meshes.ep.size()} does not divide the {shape.num_experts} experts; choose a divisor")
     stages = {}
@@ -136,18 +160,17 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         model = build_whole(shape, build)  # before layers are removed, since `build` selects layers by name
         model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)
         apply_tensor_parallel(model, meshes.tp)
-        for moe in model.moe_layers():
+        for moe in model.moe_layers() if shards else ():
             parallelize_moe(moe, meshes.ep)
         if build.compile_backend is not None:
             compile_blocks(model.layers.values(), build.compile_backend)
         modes = (build.recompute,) * len(model.layers) if isinstance(build.recompute, str) else build.recompute
         for layer, mode in zip(model.layers.values(), modes, strict=True):
             recompute_blocks([layer], mode)
-        on_gpu = device.type == "cuda"
-        compute = torch.bfloat16 if on_gpu else torch.float32
-        # With resharding, a pipeline would gather each layer again for every microbatch.
-        rounds = compute != torch.float32 or build.dtype != torch.float32
-        apply_fsdp(model, meshes, param_dtype=compute if rounds else None, reshard_after_forward=on_gpu and pp == 1)
+        if shards:
+            # With resharding, a pipeline would gather each layer again for every microbatch.
+            rounds = compute != torch.float32 or build.dtype != torch.float32
+            apply_fsdp(model, meshes, param_dtype=compute if rounds else None, reshard_after_forward=on_gpu and pp == 1)
         if device.type != "meta":  # only now, since each rank has its own shard only
             model.to_empty(device=device)
             model.init_weights(seed)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mxep.moe.init import local_shard
 from mxep.operators import direct
@@ -62,6 +63,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._keys: dict[nn.Parameter, int] = {}  # of the random bits
+        self._runs: dict[nn.Parameter, tuple[int, int, int]] = {}  # of this rank's shards; to find them takes longer than a step
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 try:
@@ -69,6 +71,7 @@ class LowMemoryAdamW(torch.optim.Optimizer):
                 except ValueError as error:
                     raise ValueError(f"optimizer: {name}: {error}") from error
                 self._keys[parameter] = zlib.crc32(f"{seed}/{name}".encode())
+                self._runs[parameter] = _runs(parameter.shape, local_shard(parameter)[1])
 
     def init_state(self, parameter: nn.Parameter) -> None:
         """Moments of zeros. Raises ValueError if the parameter's shard ends within a block."""
@@ -95,15 +98,15 @@ class LowMemoryAdamW(torch.optim.Optimizer):
                     self.step_parameter(parameter, group)
 
     @torch.no_grad()
-    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Update one parameter of that group, which has a gradient."""
+    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
+        """Update one parameter of that group, which has a gradient; `squares`, () float64, grows by the squares of this rank's part."""
         state = self.state[parameter]
-        (local, region), gradient = local_shard(parameter.detach()), local_shard(parameter.grad)[0]  # type: ignore[arg-type]
+        local, gradient = _local(parameter.detach()), _local(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
             return
         lr, codes = group["lr"], "" if "exp_avg" in state else "_codes"
-        moments = [local_shard(state[f"{moment}{codes}"])[0].view(-1) for moment in _MOMENTS]
-        scales = [local_shard(state[f"{moment}_scale"])[0].view(-1) if codes else None for moment in _MOMENTS]
+        moments = [_local(state[f"{moment}{codes}"]).view(-1) for moment in _MOMENTS]
+        scales = [_local(state[f"{moment}_scale"]).view(-1) if codes else None for moment in _MOMENTS]
         direct.adamw_step(
             local.view(-1),
             gradient.reshape(-1),
@@ -114,10 +117,15 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             self.grad_scale,
             self.found_inf,
             self._keys[parameter],
-            _runs(parameter.shape, region),
+            self._runs[parameter],
             (*group["betas"], group["weight_decay"], group["eps"]),
+            squares,
         )
         torch.autograd.graph.increment_version((parameter, local))  # kernels write past autograd
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _runs(shape: torch.Size, region: tuple[slice, ...]) -> tuple[int, int, int]:

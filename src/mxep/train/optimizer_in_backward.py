@@ -1,6 +1,7 @@
 """Steps each parameter during backward, as soon as its gradient is complete, and frees that gradient.
 
-The gradients of one FSDP unit exist at a time instead of all.  What needs all gradients before the first update has another form:
+The gradients of one FSDP unit, or of one parameter without FSDP, exist at a time instead of all.  What needs all gradients before the
+first update has another form:
 
     clipping by the global norm       none; the norm is measured on the way and reported
     skipping a step                   decided before backward, from the loss of all ranks
@@ -62,6 +63,9 @@ class OptimizerInBackward:
     @torch.no_grad()
     def _step(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        self._norms.add([parameter.grad])
-        self.optimizer.step_parameter(parameter, self._groups[parameter])
+        if isinstance(self.optimizer, LocalAdamW):
+            self._norms.add([parameter.grad])
+            self.optimizer.step_parameter(parameter, self._groups[parameter])
+        else:  # its step reads the gradient, and measures it on the way
+            self.optimizer.step_parameter(parameter, self._groups[parameter], self._norms.squares_of(parameter.grad))
         parameter.grad = None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map_only
 
@@ -235,7 +236,8 @@ class MicrobatchRunner:
             return self.pipeline.step(inputs, labels, valid, documents)
         total = torch.zeros((), device=self.device)
         for index, batch in enumerate(batches):
-            self.model.set_requires_gradient_sync(index + 1 == len(batches))  # type: ignore[operator]
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(index + 1 == len(batches))
             loss = self.loss(batch)
             if before is not None:
                 before(loss)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from mxep.comm import Transport, set_transport, transport_of
 from mxep.device import peak_bf16_flops, resolve_gemm_path
@@ -229,7 +230,8 @@ class Trainer:
         which += f", {linears} dense linear layers in {self.dense_recipe.name}" if self.dense_recipe is not None else ""
         output = resolve_recipe(c.output_recipe)
         which += f", output projection in {output.name}" if output.gemm == "mxfp8" else ""
-        shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else "FSDP2 over all of them"
+        shared = "FSDP2 over all of them" if isinstance(self.microbatches.model, FSDPModule) else "no FSDP"
+        shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else shared
         shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
         shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
         transport = "" if self.transport is None else f" by {self.transport.name} transport"

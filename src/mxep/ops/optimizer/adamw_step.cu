@@ -208,13 +208,15 @@ __device__ __forceinline__ void store_stochastically(const float (&p)[LANE], voi
 
 // parameter, gradient (n,); moments (n,) in the parameter's dtype, or codes and a scale for each block; step, lr, grad_scale, found_inf (),
 // the last two also null; values (2, CODE_VALUES) and cells (3 * CELLS,) of codes: of exp_avg at both signs by turns, of exp_avg_sq.
+// partial_squares (blocks,) or null: each block's sum of the gradient's squares.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 adamw_step(void* __restrict__ parameter, const void* __restrict__ gradient, void* __restrict__ exp_avg, void* __restrict__ exp_avg_sq,
            float* __restrict__ exp_avg_scale, float* __restrict__ exp_avg_sq_scale, const float* __restrict__ step,
            const float* __restrict__ lr, const float* __restrict__ grad_scale, const float* __restrict__ found_inf,
-           const float* __restrict__ values, const u32* __restrict__ cells, u64 n, Runs runs, u32 key, Hyperparameters given) {
+           const float* __restrict__ values, const u32* __restrict__ cells, u64 n, Runs runs, u32 key, Hyperparameters given,
+           float* __restrict__ partial_squares) {
   extern __shared__ u32 tables[];                        // (3 * CELLS,), (2, CODE_VALUES) of float
-  __shared__ float corrections[2];
+  __shared__ float corrections[2], warp_squares[THREADS / 32];
   if (found_inf && *found_inf > 0) return;
   const u32 tid = threadIdx.x, lane = tid % 32;
   const float now = *step + 1;
@@ -229,6 +231,7 @@ adamw_step(void* __restrict__ parameter, const void* __restrict__ gradient, void
   const float rate = *lr, decay = rate * given.weight_decay, pace = rate / corrections[0], correction = 1 / sqrtf(corrections[1]);
   const u32 step_key = hashed(key + (u32)(long long)now);
   const u32 lanes = BITS == 4 ? 0xFFFFu << (lane & 16) : ~0u;
+  float squares = 0;
 
   for (u64 base = ((u64)blockIdx.x * THREADS + tid - lane) * LANE; base < n; base += (u64)gridDim.x * THREADS * LANE) {
     const u64 i = base + lane * LANE;
@@ -245,6 +248,10 @@ adamw_step(void* __restrict__ parameter, const void* __restrict__ gradient, void
     } else {
       load<PARAMETER_FLOAT>(m, exp_avg, i, n);
       load<PARAMETER_FLOAT>(v, exp_avg_sq, i, n);
+    }
+    if (here) {
+#pragma unroll
+      for (int k = 0; k < LANE; ++k) squares = fmaf(g[k], g[k], squares);
     }
     if (divisor != 1) {
 #pragma unroll
@@ -276,9 +283,29 @@ adamw_step(void* __restrict__ parameter, const void* __restrict__ gradient, void
       store<PARAMETER_FLOAT>(v, exp_avg_sq, i, n);
     }
   }
+  if (partial_squares) {
+#pragma unroll
+    for (int distance = 16; distance; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+    if (lane == 0) warp_squares[tid / 32] = squares;
+    __syncthreads();
+    if (tid == 0) {
+      for (int warp = 1; warp < THREADS / 32; ++warp) squares += warp_squares[warp];
+      partial_squares[blockIdx.x] = squares;
+    }
+  }
 }
 
-// After it, on one thread: the blocks of one launch read what this changes.
-extern "C" __global__ void adamw_count_step(float* __restrict__ step, const float* __restrict__ found_inf) {
-  if (!(found_inf && *found_inf > 0)) *step += 1;
+// After it, on one warp: the blocks of one launch read what this changes.  Adds their squares in a fixed order.
+extern "C" __global__ void adamw_count_step(float* __restrict__ step, const float* __restrict__ found_inf,
+                                            const float* __restrict__ partial_squares, double* __restrict__ squares, int blocks) {
+  if (found_inf && *found_inf > 0) return;
+  const int lane = threadIdx.x;
+  if (squares) {
+    double sum = 0;
+    for (int block = lane; block < blocks; block += 32) sum += partial_squares[block];
+#pragma unroll
+    for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    if (lane == 0) *squares += sum;
+  }
+  if (lane == 0) *step += 1;
 }

@@ -18,7 +18,7 @@ from mxep.ops.runtime.nvrtc import Arguments, Kernel
 
 FILES = ("runtime/hopper.cuh", "optimizer/adamw_step.cu")
 _LANE = 8  # values that a lane of the kernel takes at a time
-_COUNT = "adamw_count_step"  # the entry that one thread runs
+_COUNT = "adamw_count_step"  # the entry that one warp runs
 _LEAST_MAJOR = 8  # compute capability: bf16 conversions, reductions over a warp
 ONE_RUN, WHOLE_LANES, ANY = range(3)  # how a shard lies in the whole parameter: constants of the kernel
 
@@ -45,7 +45,7 @@ def _kernel(device: int, entry: str, *variant: Any) -> Kernel:
         raise ValueError(f"adamw_step: a GPU of SM{major}{minor}, want SM{_LEAST_MAJOR}0 or later; use --optimizer adamw --dtype float32")
     options = options_of(*variant)
     words = 3 * CELLS + 2 * options["CODE_VALUES"] if options["BITS"] else 0
-    threads, shared = (1, 0) if entry == _COUNT else (tiles.ADAMW_THREADS, 4 * words)
+    threads, shared = (32, 0) if entry == _COUNT else (tiles.ADAMW_THREADS, 4 * words)
     return Kernel(entry, FILES, options, threads, shared, chip=f"sm_{major}{minor}")
 
 
@@ -63,8 +63,9 @@ def adamw_step(
     key: int,
     runs: Sequence[int],
     hyperparameters: Sequence[float],
+    squares: Tensor | None = None,
 ) -> None:
-    check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf))
+    check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf), squares)
     n, device, bits = parameter.numel(), parameter.device, bits_of(parameter, exp_avg, exp_avg_scale)
     if not n:
         return
@@ -78,6 +79,7 @@ def adamw_step(
     floats = (parameter.dtype == torch.float32, gradient.dtype == torch.float32)
     kernels = [_kernel(device.index, entry, bits, floats, vectors, kind) for entry in ("adamw_step", _COUNT)]
     blocks = min(-(-n // (_LANE * tiles.ADAMW_THREADS)), tiles.ADAMW_MIN_BLOCKS * multiprocessors(device.index))
+    partial_squares = None if squares is None else torch.empty(blocks, dtype=torch.float32, device=device)
     arguments = Arguments(
         parameter,
         gradient,
@@ -94,6 +96,7 @@ def adamw_step(
         _Runs(first, run, skip),
         key,
         _Hyperparameters(beta1, beta2, 1 - beta1, 1 - beta2, weight_decay, eps),
+        partial_squares,
     )
     kernels[0].run(device.index, blocks, arguments)
-    kernels[1].launch(device.index, 1, step, found_inf)
+    kernels[1].launch(device.index, 1, step, found_inf, partial_squares, squares, blocks)

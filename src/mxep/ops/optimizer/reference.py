@@ -29,6 +29,7 @@ def check_adamw_step(
     exp_avg_scale: Tensor | None,
     exp_avg_sq_scale: Tensor | None,
     scalars: tuple[Tensor | None, ...],
+    squares: Tensor | None = None,
 ) -> None:
     """Raises ValueError unless the tensors are those of `adamw_step`; scalars: step, lr, grad_scale, found_inf."""
     moments = (exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
@@ -49,7 +50,9 @@ def check_adamw_step(
     if any(number.shape or number.dtype != torch.float32 for number in numbers):
         got = [f"{tuple(number.shape)} {number.dtype}" for number in numbers]
         raise ValueError(f"adamw_step: step, lr, grad_scale and found_inf that are there are {got}, want () float32")
-    if {tensor.device for tensor in (*given, *numbers)} != {parameter.device}:
+    if squares is not None and (squares.shape or squares.dtype != torch.float64):
+        raise ValueError(f"adamw_step: squares is {tuple(squares.shape)} {squares.dtype}, want () float64")
+    if {tensor.device for tensor in (*given, *numbers, *([] if squares is None else [squares]))} != {parameter.device}:
         raise ValueError(f"adamw_step: a tensor on another device than the parameter's, {parameter.device}; move all of them there")
     if not all(tensor.is_contiguous() for tensor in given):
         raise ValueError("adamw_step: a tensor that is not contiguous, want contiguous ones; the step writes in place")
@@ -69,6 +72,7 @@ def adamw_step(
     key: int,
     runs: Sequence[int],
     hyperparameters: Sequence[float],
+    squares: Tensor | None = None,
 ) -> None:
     """One step of the n values of a parameter that are here, in place.
 
@@ -83,11 +87,14 @@ def adamw_step(
         key: of the random bits, 0 to 2**32 - 1.
         runs: length of a run of values that are neighbours in the whole parameter, distance of the runs' starts, first position.
         hyperparameters: both betas, weight decay, eps.
+        squares: () float64, to which the sum of the gradient's squares, before its division, is added unless the step is skipped.
     """
     from torchao.optim.adam import single_param_adam
 
-    check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf))
+    check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf), squares)
     skipped = torch.zeros_like(step) > 0 if found_inf is None else found_inf > 0
+    if squares is not None:
+        squares += torch.where(skipped, 0.0, gradient.double().square().sum())
     now = step + 1
     new = parameter.to(torch.float32, copy=True)
     bits = bits_of(parameter, exp_avg, exp_avg_scale)
