@@ -13,6 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard; a plain tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """(this rank's shard, its slices of the whole tensor); a plain tensor is its own shard."""
     if not isinstance(tensor, DTensor):

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from mxep.moe.init import local_shard
+from mxep.moe.init import local_shard, local_tensor
 from mxep.operators import direct
 from mxep.ops.optimizer.codes import code_tables
 from mxep.train.state_precision import StatePrecision, zeros_by_block
@@ -101,12 +100,12 @@ class LowMemoryAdamW(torch.optim.Optimizer):
     def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
         """Update one parameter of that group, which has a gradient; `squares`, () float64, grows by the squares of this rank's part."""
         state = self.state[parameter]
-        local, gradient = _local(parameter.detach()), _local(parameter.grad)  # type: ignore[arg-type]
+        local, gradient = local_tensor(parameter.detach()), local_tensor(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
             return
         lr, codes = group["lr"], "" if "exp_avg" in state else "_codes"
-        moments = [_local(state[f"{moment}{codes}"]).view(-1) for moment in _MOMENTS]
-        scales = [_local(state[f"{moment}_scale"]).view(-1) if codes else None for moment in _MOMENTS]
+        moments = [local_tensor(state[f"{moment}{codes}"]).view(-1) for moment in _MOMENTS]
+        scales = [local_tensor(state[f"{moment}_scale"]).view(-1) if codes else None for moment in _MOMENTS]
         direct.adamw_step(
             local.view(-1),
             gradient.reshape(-1),
@@ -122,10 +121,6 @@ class LowMemoryAdamW(torch.optim.Optimizer):
             squares,
         )
         torch.autograd.graph.increment_version((parameter, local))  # kernels write past autograd
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _runs(shape: torch.Size, region: tuple[slice, ...]) -> tuple[int, int, int]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from mxep.device import total_memory
 from mxep.models.loss import CHUNK_TOKENS
 from mxep.models.presets import ModelConfig
 from mxep.moe.ffn import runs_fused
+from mxep.moe.init import local_tensor
 from mxep.parallel import Meshes, Recompute, build_meshes
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Precision, Recipe
@@ -261,7 +261,7 @@ def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes, precision
     whole: dict[str, dict[bool, int]] = {}  # gathered values by layer ("": outside of layers), then: of routed experts?
     for name, parameter in parameters.items():
         routed = ".moe.experts." in name
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_tensor(parameter)
         count += local.numel()
         moments += precision.moment_bytes(parameter.shape, local.numel())
         layer = whole.setdefault(name.split(".")[1] if name.startswith("layers.") else "", {})

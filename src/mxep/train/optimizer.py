@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from mxep.extras import install_command
 from mxep.moe import Experts, MoE
+from mxep.moe.init import local_tensor
 from mxep.train.state_precision import StatePrecision
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class LocalAdamW(torch.optim.AdamW):
 
     def init_state(self, parameter: nn.Parameter) -> None:
         """Moments of zeros, as the first step would make them."""
-        step = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
+        step = torch.zeros((), dtype=torch.float32, device=local_tensor(parameter).device)
         moments = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
         self.state[parameter] = {"step": step, **moments}
 
@@ -113,7 +114,7 @@ class LocalAdamW(torch.optim.AdamW):
         """Fill torch's lists of parameters, gradients, moments and step counts, then replace DTensors by their local tensors."""
         has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
-            tensors[:] = map(_local, tensors)
+            tensors[:] = map(local_tensor, tensors)
         return has_complex
 
 
@@ -148,10 +149,6 @@ def build_optimizer(
     return LowMemoryAdamW(options, lr, BETAS, _EPS, precision, seed)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _copies(tensor: Tensor, world: int) -> int:
     """How many of the `world` ranks hold the same piece of this tensor."""
     if not isinstance(tensor, DTensor):
@@ -182,7 +179,7 @@ class GradientNorms:
     def add(self, grads: Sequence[Tensor]) -> None:
         """Measure these gradients of this rank."""
         if grads:
-            for grad, norm in zip(grads, torch._foreach_norm([_local(grad) for grad in grads], 2, dtype=torch.float32), strict=True):
+            for grad, norm in zip(grads, torch._foreach_norm([local_tensor(grad) for grad in grads], 2, dtype=torch.float32), strict=True):
                 self._norms.setdefault(_copies(grad, self._world), []).append(norm)
 
     def squares_of(self, grad: Tensor) -> Tensor:
@@ -263,7 +260,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, stages: 
     norm = gradient_norm(with_grad, stages)
     if max_norm > 0 and with_grad:
         scale = (max_norm / (norm + _CLIP_EPS)).clamp(max=1.0).float()
-        torch._foreach_mul_([_local(parameter.grad) for parameter in with_grad], scale)  # type: ignore[arg-type]
+        torch._foreach_mul_([local_tensor(parameter.grad) for parameter in with_grad], scale)  # type: ignore[arg-type]
     return norm.float()
 
 
