@@ -74,6 +74,12 @@ def test_table(records: list[dict]) -> None:
     assert sum(line.count("x |") for line in lines) == 2
 
 
+def test_a_ratio_that_was_not_measured_keeps_its_place(records: list[dict]) -> None:
+    """Else the other one would be read as it."""
+    table = report.finetune_table([{**records[0], "ratios": {"lora_mx_vs_ours_bf16": 1.05}}])
+    assert "| - / 1.05x |" in table
+
+
 def test_weights_are_of_one_model_whatever_stores_them() -> None:
     config = model_config(1, tiny=True)
     plain, in_mx = (finetune_arms.random_model(config, CPU, frozen) for frozen in (False, True))
@@ -166,6 +172,20 @@ def test_wrong_results_have_no_times(how: str, problem: str) -> None:
         return {"twice": loss + loss - loss.detach(), "off": loss + 1, "none": loss * 0}[how]
 
     with mock.patch.object(FinetuneRun, "loss", wrong), pytest.raises(WrongResultError, match=problem):
+        measure_arm("lora_mx", TINY, CPU, lambda line: None)
+
+
+def test_an_arm_without_some_adapters_has_no_times() -> None:
+    plain = finetune_arms._with_adapters
+
+    def without_experts(model: Any, device: torch.device, ours: bool) -> Any:
+        with mock.patch.object(finetune_arms, "_ON_EXPERTS", [] if ours else finetune_arms._ON_EXPERTS):
+            return plain(model, device, ours)
+
+    with (
+        mock.patch.object(finetune_arms, "_with_adapters", without_experts),
+        pytest.raises(WrongResultError, match=r"other adapters: .*experts"),
+    ):
         measure_arm("lora_mx", TINY, CPU, lambda line: None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.train.config import TrainConfig
 from mxep.train.data.loader import Batch
+from mxep.train.optimizer import GradientNorms
 from mxep.train.resolved_config import resolve
 from mxep.train.run_folder import list_checkpoints
 from mxep.train.trainer import Trainer
@@ -94,6 +96,18 @@ def test_the_update_measures_its_gradient(tmp_path: Path, text: str, one_rank: N
             assert work in (["mxep.adamw_step.default"], ["aten.zeros.default", "mxep.adamw_step.default"]), "the sum's zero once"
     found = float(run.in_backward.norm())
     assert found == pytest.approx(sum(parameter.numel() for parameter in parameters) ** 0.5, rel=1e-6)
+
+
+def test_each_stream_has_a_sum_of_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared experts run on a second one: two streams that add to one number at the same time lose an addition."""
+    norms, made = GradientNorms(), []
+    grad: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    for stream, square in ((1, 9.0), (2, 16.0), (1, 11.0)):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream, raising=False)
+        made.append(norms.squares_of(grad).add_(square))
+    assert made[0] is made[2]
+    assert made[0] is not made[1]
+    assert float(norms.joint()) == 6.0
 
 
 def spoil_loss(run: Trainer, step: int) -> None:

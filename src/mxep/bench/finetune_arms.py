@@ -36,7 +36,7 @@ LAYERS_OF_CHECK = 2
 MOST_LOSS, MOST_NORM, LEAST_DB = 5e-3, 0.1, 5.0
 CHECK = (
     f"the first loss and the norm of all gradients are finite; every adapter has a gradient that is finite and not 0; on {LAYERS_OF_CHECK} "
-    f"layers and one sequence our arms with adapters have the loss of {BASELINE} within {MOST_LOSS} relative, the norm of each adapter's "
+    f"layers and one sequence our arms have the adapters of {BASELINE}, its loss within {MOST_LOSS} relative, the norm of each adapter's "
     f"gradient within {MOST_NORM}, and the gradient at least {LEAST_DB:.0f} dB from its: rounding sends some tokens to other experts"
 )
 _LORA_LR, _FULL_LR, _EPS = 1e-3, 1e-5, 1e-8
@@ -237,6 +237,8 @@ def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str
         del run, loss
         _free(device)
     (want, of_base), (got, ours) = found[BASELINE], found[name]
+    if ours.keys() != of_base.keys():
+        raise WrongResultError(f"{name}: it and {BASELINE} have other adapters: {', '.join(sorted(ours.keys() ^ of_base.keys()))}")
     db = {key: sqnr_db(of_base[key], grad, None) for key, grad in ours.items()}
     off = {key: abs(grad.norm() / of_base[key].norm() - 1).item() for key, grad in ours.items()}
     worst, longest = min(db, key=lambda key: db[key]), max(off, key=lambda key: off[key])

@@ -281,9 +281,8 @@ def finetune_table(records: Records) -> str:
     for record in records:
         what = f"{record_place(record)}, {record['model']} of {record['shape']['layers']} layers, {record['shape']['seq_len']} tokens each"
         for arm, found in record["results"].items():
-            speeds = (
-                f"{record['ratios'][name]:.2f}x" for name in finetune.RATIOS if name.startswith(f"{arm}_vs_") and name in record["ratios"]
-            )
+            measured = (record["ratios"].get(name) for name in finetune.RATIOS if name.startswith(f"{arm}_vs_"))
+            speeds = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in measured)
             times = str(found["tokens"]), f"{found['step_s']:.3f}", f"{found['tokens_per_s']:,.0f}"
             weights = f"{found['base_weights_gib']:.1f}", f"{found['adapters_gib']:.1f}"
             peak = f"{found['peak_gib']['allocated']:.1f} / {found['peak_gib']['reserved']:.1f}" if "peak_gib" in found else "-"

@@ -174,7 +174,7 @@ class GradientNorms:
     def __init__(self, stages: int = 1) -> None:
         self._world = dist.get_world_size() // stages if dist.is_initialized() else 1
         self._norms: dict[int, list[Tensor]] = {}  # by number of copies, a host value: as a tensor it would need a sync
-        self._squares: dict[int, Tensor] = {}  # the same, sums of squares
+        self._squares: dict[tuple[int, int], Tensor] = {}  # by number of copies and CUDA stream, sums of squares
 
     def add(self, grads: Sequence[Tensor]) -> None:
         """Measure these gradients of this rank."""
@@ -183,16 +183,20 @@ class GradientNorms:
                 self._norms.setdefault(_copies(grad, self._world), []).append(norm)
 
     def squares_of(self, grad: Tensor) -> Tensor:
-        """() float64, to which the caller adds the sum of the squares of this rank's part of a gradient."""
-        copies = _copies(grad, self._world)
-        if copies not in self._squares:
-            self._squares[copies] = torch.zeros((), dtype=torch.float64, device=grad.device)
-        return self._squares[copies]
+        """() float64, to which the caller adds the sum of the squares of this rank's part of a gradient, on the current stream.
+
+        Each stream has its own sum: shared experts run on a second one, and of two additions at the same time one would be lost.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(grad.device.index) if grad.is_cuda else 0
+        key = _copies(grad, self._world), stream
+        if key not in self._squares:
+            self._squares[key] = torch.zeros((), dtype=torch.float64, device=grad.device)
+        return self._squares[key]
 
     def joint(self) -> Tensor:
         """() float64, the 2-norm of all of them on all ranks; 0 without gradients, in which case no rank may have any."""
         sums = [torch.stack(same).double().square().sum() / copies for copies, same in self._norms.items()]
-        sums += [squares / copies for copies, squares in self._squares.items()]
+        sums += [squares / copies for (copies, _), squares in self._squares.items()]
         if not sums:
             return torch.zeros((), dtype=torch.float64)
         total = torch.stack(sums).sum()

@@ -79,8 +79,8 @@ template <int N, int STEP> __device__ __forceinline__ u32 fold(u32* words) {
   }
 }
 
-// A lane looks after OWN of the row blocks that it has a part of, and as many column blocks: rows OWN * row_owner .. and columns
-// OWN * quarter .. of its own.
+// A lane computes the factors of OWN row blocks and OWN column blocks; shuffles bring them to the other lanes that have a part of these.
+// Of its 8 rows they are those from OWN * (lane % ROW_LANES) on, of its LANE_COLUMNS columns those from OWN * quarter on.
 constexpr int OWN = FLOAT ? 1 : 2, ROW_LANES = 8 / OWN;
 
 // Largest magnitudes of these blocks, as float32 bits.
@@ -138,6 +138,8 @@ __device__ __forceinline__ void own_factors(u32 (&words)[OWN], const int* scale,
     words[i] = __byte_perm(shift_factor(top - int(e), e), f, 0x7610);
   }
 }
+// From the lane that computed it: the factor of `block`, one of this lane's rows or columns, for tile.cuh, and the whole word for `rebased`.
+// The exponent is 0: the e8m0 bytes that tile.cuh makes of it are not used.
 __device__ __forceinline__ BlockScale from_owner(const u32 (&words)[OWN], int block, u32 lane, u32& word) {
   word = __shfl_sync(~0u, words[block % OWN], lane);
   return BlockScale{0, FLOAT ? high(word) : word};
