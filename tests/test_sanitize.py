@@ -61,7 +61,7 @@ def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: P
     monkeypatch.setattr(sanitize, "write_records", functools.partial(write_records, folder=tmp_path))
     monkeypatch.setattr(sanitize, "FILES", ("push", "mail"))
     monkeypatch.setattr(sanitize, "origin", lambda command: {"commit": command})
-    silent, ended = sanitize.Found(3, 0, None), sanitize.Found(4, 0, 0)
+    silent, skipped, ended = sanitize.Found(3, 0, None), sanitize.Found(0, 0, 0), sanitize.Found(4, 0, 0)
 
     def kept(found: dict, commit: str, tool: str = "memcheck") -> tuple[dict[str, str], list[str]]:
         path = sanitize.keep(tool, "h200", found, commit)
@@ -73,6 +73,7 @@ def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: P
     assert kept({"push": ended}, "a") == ({"push": "a"}, ["mail"])
     assert kept({"push": ended}, "a", "racecheck") == ({"push": "a"}, ["mail"])
     assert kept({"mail": silent}, "b") == ({"push": "a"}, ["mail"])
+    assert kept({"mail": skipped}, "b") == ({"push": "a"}, ["mail"])
     assert kept({"mail": ended}, "c") == ({"push": "a", "mail": "c"}, [])
     assert kept({"push": silent}, "d") == ({"mail": "c"}, ["push"]), "of the file as it is now nothing is known"
     monkeypatch.setattr(sanitize, "FILES", ("mail", "places"))

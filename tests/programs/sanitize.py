@@ -65,6 +65,11 @@ class Found(NamedTuple):
     errors: int | None
 
     @property
+    def ended(self) -> bool:
+        """Whether tests ran, to their end."""
+        return self.errors is not None and self.passed + self.failed > 0
+
+    @property
     def clean(self) -> bool:
         return self.errors == 0 and self.failed == 0 and self.passed > 0
 
@@ -161,7 +166,7 @@ def keep(tool: str, device: str, found: Mapping[str, Found], command: str) -> Pa
     """The record with these files anew, each under the commit of its run. A file whose run did not end has no result, nor an older one."""
     here = origin(command)
     earlier = {name: result for name, result in files_of(tool, device).items() if name in FILES and name not in found}
-    files = earlier | {name: {**result._asdict(), "commit": here["commit"]} for name, result in found.items() if result.errors is not None}
+    files = earlier | {name: {**result._asdict(), "commit": here["commit"]} for name, result in found.items() if result.ended}
     missing = [name for name in FILES if name not in files]
     record = {"benchmark": f"sanitizer_{tool}", "device": device, "world_size": 1, "files": files, "missing": missing, **here}
     return write_records(record["benchmark"], device, 1, [record])
