@@ -75,6 +75,10 @@ def steps_with_a_bad_one(run: Trainer) -> list[tuple[float, ...]]:
         ),
         {"recipe": "mxfp8_wgrad_with_mx", "optimizer": "adamw8bit", "dtype": "bfloat16"},
         {"recipe": "mxfp8_wgrad_with_mx", "optimizer_in_backward": True, "max_grad_norm": 0.0},
+        {  # shared experts step on a second stream
+            **{"recipe": "mxfp8_wgrad_with_mx", "optimizer": "adamw8bit", "dtype": "bfloat16"},
+            **{"optimizer_in_backward": True, "max_grad_norm": 0.0},
+        },
         {
             **{"recipe": "mxfp8_wgrad_with_mx", "optimizer": "adamw8bit", "dtype": "bfloat16", "compile": True},
             **{"optimizer_in_backward": True, "max_grad_norm": 0.0, "activation_checkpoint": "full"},
