@@ -146,11 +146,21 @@ def test_low_precision_states() -> None:
     assert 2 * count * (1 + 4 / 256) <= rank.moments < 2 * count * (1 + 4 / 256) + 4 * 10**6
     (plain,) = rank_memory(model, recipe, ParallelDims(), 1)
     differing = {"weights", "gradients", "moments"}
-    assert {name for name, value in vars(rank).items() if value != getattr(plain, name)} == differing
+    assert {name for name, value in vars(rank).items() if value != getattr(plain, name)} == {*differing, "fsdp"}
+    assert plain.fsdp
+    assert not rank.fsdp
     (four,) = rank_memory(model, recipe, ParallelDims(), 1, StatePrecision("adamw4bit"))
     assert four.moments / count == pytest.approx(1 + 2 * 4 / 128, rel=1e-3)
     peaks = [peak_memory(model, recipe, ParallelDims(), 1, 4096, p, recompute="full")[0].total for p in (StatePrecision(), precision)]
-    assert peaks[0] - peaks[1] == pytest.approx(1.03 * sum(getattr(plain, name) - getattr(rank, name) for name in differing), rel=1e-6)
+    saved = sum(getattr(plain, name) - getattr(rank, name) for name in differing)
+    of_fsdp = plain.outside + plain.gathered + plain.summed * 2 // 3  # its copies of weights, and the float32 gradient
+    assert peaks[0] - peaks[1] == pytest.approx(1.03 * (saved + of_fsdp), rel=1e-6)
+    one, two = (peak_memory(model, recipe, ParallelDims(), 1, 4096, precision, recompute="full", accumulate=n)[0] for n in (1, 2))
+    assert (one.rank.outside, one.rank.gathered) == (0, 0)
+    early = one.kept * 47 // 48  # gradients of earlier batches are there when the last of 48 layers begins its backward
+    assert two.total - one.total == pytest.approx(1.03 * (early + of_fsdp), rel=1e-6)
+    total = peak_memory(model, recipe, ParallelDims(), 2, 4096, precision, recompute="full")[0].total
+    assert ranks_that_fit(model, recipe, ParallelDims(), 1, 4096, total - 10**8, precision, recompute="full") == 4
 
 
 def test_nothing_is_allocated() -> None:

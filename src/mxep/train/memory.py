@@ -23,7 +23,7 @@ from mxep.parallel import Meshes, Recompute, build_meshes
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Precision, Recipe
 from mxep.shapes import MX_BLOCK, record_bytes, round_up
-from mxep.train.build import Build, build_stages
+from mxep.train.build import Build, build_stages, needs_fsdp
 from mxep.train.state_precision import StatePrecision
 
 _FLOAT32, _BF16, _GB = 4, 2, 10**9
@@ -42,6 +42,7 @@ class RankMemory:
         outside: bf16 weights of the embedding and the output projection, gathered from the start of a forward to its backward.
         gathered: bf16 weights of the layers that are gathered at the same time: two layers, in a pipeline all layers of the rank.
         summed: the largest gradient of one FSDP unit, in bf16 from backward and in float32 for the reduce-scatter.
+        fsdp: whether a run without accumulation needs FSDP (`needs_fsdp`). Without it nothing is gathered, and no gradient is in float32.
         loss: logits of one chunk of tokens, and two float32 gradients of the output projection (of the chunk, and the sum); 0 on a stage
             without the loss.
         quantized: both MXFP8 forms of the experts, which `--cache-weights` keeps until the optimizer's step.
@@ -54,6 +55,7 @@ class RankMemory:
     outside: int
     gathered: int
     summed: int
+    fsdp: bool
     loss: int
     quantized: int
     dense_layers: int
@@ -129,7 +131,8 @@ def ranks_that_fit(
     """
     stages = rank_memory(shape, recipe, dims, ranks, precision)
     for factor in (2**doublings for doublings in range(_MOST_DOUBLINGS + 1)):
-        shards = [replace(rank, **{name: getattr(rank, name) // factor for name in ("weights", "gradients", "moments")}) for rank in stages]
+        sizes = [{name: getattr(rank, name) // factor for name in ("weights", "gradients", "moments")} for rank in stages]
+        shards = [replace(rank, fsdp=rank.fsdp or factor > 1, **size) for rank, size in zip(stages, sizes, strict=True)]
         peaks = [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options).total for stage, rank in enumerate(shards)]
         if max(peaks) <= capacity:
             return ranks * factor
@@ -180,8 +183,10 @@ def stage_peak(
         "hidden_gradient": tokens * shape.dim * _FLOAT32 if rank.loss else 0,
         "cached": rank.quantized if cache_weights else 0,
     }
+    if not rank.fsdp and accumulate == 1:
+        rank = replace(rank, outside=0, gathered=0, summed=rank.summed * _BF16 // (_BF16 + _FLOAT32))
     always = rank.weights + rank.moments + parts["exchange"] + parts["cached"] + rank.outside
-    rank = replace(rank, gradients=0) if optimizer_in_backward else rank  # those of one FSDP unit are `summed`
+    rank = replace(rank, gradients=0) if optimizer_in_backward else rank  # those of one FSDP unit, or layer, are `summed`
     early_gradients = rank.gradients if accumulate > 1 or dims.pp > 1 else 0
     backward = rank.gathered + rank.summed + parts["working"]
     moments = (  # the peak is at one of these times
@@ -278,6 +283,7 @@ def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes, precision
         outside=outside * _BF16,
         gathered=sum(layers if degrees.pp > 1 else layers[:2]) * _BF16,
         summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
+        fsdp=needs_fsdp(meshes, torch.bfloat16, precision.torch_dtype, accumulate=1),
         loss=logits + 2 * shape.vocab_size * shape.dim * _FLOAT32 if "output.weight" in parameters else 0,
         quantized=2 * (experts + experts // MX_BLOCK) if recipe.gemm == "mxfp8" else 0,
         dense_layers=dense,
