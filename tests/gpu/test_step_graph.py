@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.steps import done, same, state_of
-from torch.distributed.tensor import DTensor
 
+from mxep.moe.init import local_tensor
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.step_graph import EAGER_STEPS
@@ -45,7 +45,7 @@ def steps_with_a_bad_one(run: Trainer) -> list[tuple[float, ...]]:
     """
     assert run.model.norm is not None
     scale = run.model.norm.weight
-    local, figures = (scale.to_local() if isinstance(scale, DTensor) else scale).detach(), []
+    local, figures = local_tensor(scale).detach(), []
     for step in range(1, STEPS + 1):
         kept = local.clone()
         if step == BAD:

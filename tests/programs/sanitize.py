@@ -143,7 +143,7 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeL
     command = [*sanitizer, "--kernel-name-exclude", _OF_TORCH, sys.executable, "-m", "pytest", *SELECTED, *more, *tests]
     if not left_s:
         return Found(0, 0, None), f"not begun within {limit.limit_s:g} s: {which}"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
         try:
             printed, _ = process.communicate(timeout=left_s)

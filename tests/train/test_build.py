@@ -22,6 +22,7 @@ from mxep.models.decoder import Decoder
 from mxep.models.document_mask import PackedDocuments
 from mxep.models.families import build_model
 from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig
+from mxep.moe.init import local_tensor
 from mxep.parallel import (
     HiddenStates,
     Meshes,
@@ -286,7 +287,7 @@ def gradients_in_bf16(by_fsdp: bool, shape: ModelConfig, recipe: str) -> dict[st
     inputs, labels = batch()
     (model(inputs, labels) / 100 + model.router_loss()).backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in found.items() if grad is not None}
+    return {name: local_tensor(grad) for name, grad in found.items() if grad is not None}
 
 
 @pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_mx"])

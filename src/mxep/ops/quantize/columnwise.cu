@@ -11,6 +11,34 @@ constexpr int TILE_BLOCKS = COLUMNS / 32;
 constexpr int ROW_BYTES = COLUMN_STEPS * TILE_BLOCKS, COLUMN_BYTES = ROW_STEPS * ROW_WARPS;   // scales of a region's row and of its column
 constexpr int ROW_PITCH = ROW_BYTES + 4, COLUMN_PITCH = COLUMN_BYTES + 4;                     // free of bank conflicts
 
+// Largest magnitudes of a lane's rows over their blocks of 32 columns, in place; bits of float32.
+__device__ __forceinline__ void row_block_maxima(u32 (&of_rows)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    if (FLOAT) {
+#pragma unroll
+      for (int k = i; k < i + 2; ++k)
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) of_rows[k] = max(of_rows[k], __shfl_xor_sync(~0u, of_rows[k], step));
+    } else {
+      u32 a = row_pair(of_rows[i], of_rows[i + 1]);
+      a = max2(a, __shfl_xor_sync(~0u, a, 1));
+      a = max2(a, __shfl_xor_sync(~0u, a, 2));
+      of_rows[i] = low(a), of_rows[i + 1] = high(a);
+    }
+  }
+}
+
+// Largest magnitude of a word's columns over their blocks of 32 rows.
+__device__ __forceinline__ u32 column_block_maximum(u32 of_lane) {
+#pragma unroll
+  for (int step = 8; step < 32; step *= 2) of_lane = larger(of_lane, __shfl_xor_sync(~0u, of_lane, step));
+  return of_lane;
+}
+
+// What a form does to four bytes of a block after they are packed: nothing.
+struct AsQuantized { __device__ __forceinline__ u32 operator()(int, u32 packed) const { return packed; } };
+
 // Their e8m0 bytes, one row for each lane of the 8.
 __device__ __forceinline__ void stage_row_scales(uint2 bytes, u8* scales, Lane at) {
   u8* to = scales + (at.row + at.group) * ROW_PITCH + at.column / 32;

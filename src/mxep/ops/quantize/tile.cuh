@@ -60,34 +60,6 @@ __device__ __forceinline__ void lane_maxima(const u32 (&v)[8][4], u32 (&of_rows)
 // Two rows of a lane in a word: half the shuffles.
 __device__ __forceinline__ u32 row_pair(u32 a, u32 b) { return max2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)); }
 
-// Largest magnitudes of a lane's rows over their blocks of 32 columns, in place; bits of float32.
-__device__ __forceinline__ void row_block_maxima(u32 (&of_rows)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; i += 2) {
-    if (FLOAT) {
-#pragma unroll
-      for (int k = i; k < i + 2; ++k)
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) of_rows[k] = max(of_rows[k], __shfl_xor_sync(~0u, of_rows[k], step));
-    } else {
-      u32 a = row_pair(of_rows[i], of_rows[i + 1]);
-      a = max2(a, __shfl_xor_sync(~0u, a, 1));
-      a = max2(a, __shfl_xor_sync(~0u, a, 2));
-      of_rows[i] = low(a), of_rows[i + 1] = high(a);
-    }
-  }
-}
-
-// Largest magnitude of a word's columns over their blocks of 32 rows.
-__device__ __forceinline__ u32 column_block_maximum(u32 of_lane) {
-#pragma unroll
-  for (int step = 8; step < 32; step *= 2) of_lane = larger(of_lane, __shfl_xor_sync(~0u, of_lane, step));
-  return of_lane;
-}
-
-// What a form does to four bytes of a block after they are packed: nothing.
-struct AsQuantized { __device__ __forceinline__ u32 operator()(int, u32 packed) const { return packed; } };
-
 // Blocks of 32 columns: 8 rows of this lane into `tile`; their e8m0 bytes.  `scale(row)`: of its block; called before `finish(row, packed
 // bytes)`, the bytes to write.
 template <class Scale, class Finish>
