@@ -66,6 +66,11 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # (M, K) x (G, N, K) -> (M, N)
         "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype, str padding_rows='zero') -> Tensor",
     ),
+    ("grouped_gemm.reference", "grouped_gemm.lora"): (
+        # adds (x @ a.T) @ b.T of rows x (R, K), through row_map (M,) if given (zeros where it is -1), a (G, r, K) and b (G, N, r) to
+        # out (M, N); returns x @ a.T (M, r)
+        "add_group_lora(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor offs, Tensor? row_map=None) -> Tensor",
+    ),
     ("grouped_gemm.reference", "grouped_gemm.wgrad"): (
         # (M, N), (M, K) -> (G, N, K)
         "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",

@@ -183,8 +183,9 @@ def _backward_over_chunks(
         if activation_grads.scores is not None and needs.scores:
             returned.add_scores(activation_grads.scores if bias_scores is None else activation_grads.scores + bias_scores, chunk)
         if needs.x:
-            returned.add_rows(rows_gradient(activation_grads, weights, gemms, chunk, options.experts), chunk)
-            activation_grads = activation_grads.for_weights()
+            d_rows, activation_grads = rows_gradient(activation_grads, weights, gemms, chunk, options.experts)
+            returned.add_rows(d_rows, chunk)
+            del d_rows
         weight_gradients(grad, read_x, activation_grads, weights, gemms, chunk, options.experts, needs, grads)
         del activation_grads
     if redispatch:

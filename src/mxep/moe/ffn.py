@@ -134,8 +134,7 @@ class _ExpertFFN(torch.autograd.Function):
             grad = shared_form(grad, options.gemm)
             inner = activation_gradients(grad, read_x, gate_up, weights, gemms, rows, options, needs)
             if needs.x:
-                d_x = rows_gradient(inner, weights, gemms, rows, options)  # (P, D)
-                inner = inner.for_weights()
+                d_x, inner = rows_gradient(inner, weights, gemms, rows, options)  # (P, D)
             weight_gradients(grad, read_x, inner, weights, gemms, rows, options, needs, made)
         of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(TENSORS, parts, strict=True))
         return d_x, *of_weights, None, None, None
