@@ -429,6 +429,12 @@ def test_a_dense_layer_switched_off_merged_and_unmerged() -> None:
     assert torch.equal(model.eval()(x, adapter_names=names)[1], base(x)[1])
 
 
+def test_a_dense_layer_is_not_stored_transposed() -> None:
+    with pytest.warns(UserWarning, match="fan_in_fan_out=True, want False"):
+        model = dense("torch", fan_in_fan_out=True)
+    assert model.base_model.model.proj.get_delta_weight("default").shape == (96, 64)
+
+
 def test_a_dense_layer_of_another_class_is_pefts_own() -> None:
     class Other(nn.Linear):
         pass

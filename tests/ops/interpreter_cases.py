@@ -245,14 +245,20 @@ def test_add_group_lora():
         x[140:] = torch.nan  # past the last end
         apart = [factor.mT.contiguous().mT for factor in (a, b)]
         wide = torch.randn(K, 150).t()
-        for given in ((x, a, b, ends), (few[:, :K], a, b, ends.int(), index), (x, *apart, ends), (wide, a, b, ends), (x, a, b, ends * 0)):
+        for operands in (
+            (x, a, b, ends),
+            (few[:, :K], a, b, ends.int(), index),
+            (x, *apart, ends),
+            (wide, a, b, ends),
+            (x, a, b, ends * 0),
+        ):
             before = torch.randn(150, N + 3)
             got, want = before.clone(), before.clone()
-            inner = kernels.add_group_lora(got[:, :N], *given)
-            torch.testing.assert_close(inner, reference.add_group_lora(want[:, :N], *given), rtol=1e-5, atol=1e-4)
+            inner = kernels.add_group_lora(got[:, :N], *operands)
+            torch.testing.assert_close(inner, reference.add_group_lora(want[:, :N], *operands), rtol=1e-5, atol=1e-4)
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
             assert torch.equal(got[:, N:], before[:, N:])
-            assert torch.equal(got[given[3][-1] :], before[given[3][-1] :])
+            assert torch.equal(got[operands[3][-1] :], before[operands[3][-1] :])
     assert kernels.add_group_lora(before[:0, :N], x[:0], a, b, ends * 0).shape == (0, rank)
     with pytest.raises(ValueError, match=r"add_group_lora: out \(150, 133\) .* all bfloat16 or all float32"):
         kernels.add_group_lora(before, x, a, b, ends)

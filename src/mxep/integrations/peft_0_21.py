@@ -8,6 +8,7 @@ rows' dtype add to the base's results, and no other pass reads or writes them.  
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -60,7 +61,9 @@ def _layer_of(target: nn.Module, adapter_name: str, *, config: LoraConfig, param
     if parameter_name is not None:
         return ParamWrapper(target, adapter_name, parameter_name=parameter_name, config=config, **kwargs)
     if (type(base) is nn.Linear or isinstance(base, MXLinear)) and type(base.weight) in (nn.Parameter, MXWeight):
-        config.fan_in_fan_out = False  # of a linear layer of torch's, as peft has it
+        if config.fan_in_fan_out:
+            warnings.warn(f"{__name__}: fan_in_fan_out=True, want False for torch.nn.Linear; it is False from here on", stacklevel=2)
+            config.fan_in_fan_out = False
         return LoraLinear(target, adapter_name, config=config, **kwargs)
     return None
 
@@ -178,10 +181,12 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrapp
         a, b = list[Tensor](), list[Tensor]()
         for name in adapters:
             down, up = (cast(Tensor, factors[name].weight) for factors in (self.lora_A, self.lora_B))
-            a.append(down.reshape(E, -1, down.shape[-1]))
-            b.append(up.reshape(up.shape[0], -1, E).permute(2, 0, 1) * self.scaling[name])
-        padding = -sum(part.shape[1] for part in a) % _RANK_MULTIPLE
-        return F.pad(torch.cat(a, 1), (0, 0, 0, padding)).to(dtype), F.pad(torch.cat(b, 2), (0, padding)).to(dtype)
+            a.append(down.reshape(E, -1, down.shape[-1]).to(dtype))
+            by_expert = up.reshape(up.shape[0], -1, E).permute(2, 0, 1)
+            b.append((by_expert * self.scaling[name]).to(dtype, memory_format=torch.contiguous_format))
+        joined = _joined(a, 1), _joined(b, 2)
+        padding = -joined[0].shape[1] % _RANK_MULTIPLE
+        return (F.pad(joined[0], (0, 0, 0, padding)), F.pad(joined[1], (0, padding))) if padding else joined
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight, which is plain from then on."""
