@@ -7,7 +7,8 @@ forward   gate and up in one GEMM -> (P, 2H), or (P, H) without a gate; bias and
           Adapters add their two products, in high precision, to the result of the GEMM that they are beside, in one pass
 backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
           The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
-saves     the callers keep gate and up, and not h: backward reads gate and up anyway and makes h again without another read
+saves     the callers keep gate and up, and not h: backward reads gate and up anyway and makes h again without another read.  Beside
+          adapters they keep the first one's small product too
 
 The score acts on h, since the down GEMM is linear.  On GPUs the activation is one pass where H is a multiple of 32, else plain torch
 operations in float32.
@@ -224,6 +225,7 @@ class NeedsGrad(NamedTuple):
 class ActivationGradients(NamedTuple):
     """Gradient of gate and up (P, 2H), h (P, H) times its score, and the scores' gradient (P,); None where it is not needed.
 
+    xa: that of `FirstProduct`.
     d_xa, d_ha: gradients (P, R) of the rows between the two factors of the adapters of w1, which `rows_gradient` makes, and of w2; None
         without them.
     """
@@ -231,6 +233,7 @@ class ActivationGradients(NamedTuple):
     gate_up: Forms
     h: Forms
     scores: Tensor | None
+    xa: Tensor | None = None
     d_xa: Tensor | None = None
     d_ha: Tensor | None = None
 
@@ -265,19 +268,21 @@ def _add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, offs: Tensor, row_ma
     return direct.add_group_lora(out, x, a, b, offs, row_map)
 
 
-def _gate_up(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
-    """Rows x (R, D) -> gate and up (P, 2H)."""
-    gate_up, lora = forward_gemm(x, gemms[0], rows.offs, rows.token_map, options.padding_rows), weights.lora
-    if lora.a1 is not None and lora.b1 is not None:
-        _add_lora(gate_up, x, lora.a1, lora.b1, rows.offs, rows.token_map)
-    return gate_up
-
-
 class FirstProduct(NamedTuple):
-    """Gate and up (P, 2H) as they are kept, MX or plain; and h (P, H) where the pass that quantised them made it, else None."""
+    """Gate and up (P, 2H) as they are kept, MX or plain; what an adapter's b1 (L, 2H, r) multiplied, (P, r); and h (P, H) where the pass
+    that quantised gate and up made it, else None."""
 
     gate_up: Tensor
+    xa: Tensor | None = None
     h: Forms | None = None
+
+
+def _first_product(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> FirstProduct:
+    """Rows x (R, D) -> gate and up as they are."""
+    gate_up, lora = forward_gemm(x, gemms[0], rows.offs, rows.token_map, options.padding_rows), weights.lora
+    if lora.a1 is None or lora.b1 is None:
+        return FirstProduct(gate_up)
+    return FirstProduct(gate_up, _add_lora(gate_up, x, lora.a1, lora.b1, rows.offs, rows.token_map))
 
 
 def first_product(
@@ -287,11 +292,11 @@ def first_product(
 
     `keep_as`: scale rule with which gate and up are returned as MX; "" returns them as they are.
     """
-    gate_up = _gate_up(x, weights, gemms, rows, options)
+    first = _first_product(x, weights, gemms, rows, options)
     if not keep_as:
-        return FirstProduct(gate_up)
-    h, gate_up = activate(gate_up, weights, rows, options, keep_as)
-    return FirstProduct(gate_up, h)
+        return first
+    h, gate_up = activate(first.gate_up, weights, rows, options, keep_as)
+    return first._replace(gate_up=gate_up, h=h)
 
 
 def second_product(first: FirstProduct, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
@@ -355,7 +360,7 @@ def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options:
 def activation_gradients(
     grad: Tensor,
     read_x: Callable[[], Tensor],
-    gate_up: Tensor | None,
+    first: FirstProduct | None,
     weights: ExpertWeights,
     gemms: ExpertGemms,
     rows: ExpertRows,
@@ -365,20 +370,19 @@ def activation_gradients(
 ) -> ActivationGradients:
     """From the output's gradient (R, D), in the form that the GEMMs read.
 
-    `gate_up` (P, 2H), MX or plain; None: computed again from the rows that `read_x` returns, with the `keep_as` of
-    `first_product`.
+    `first` None: computed again from the rows that `read_x` returns, with the `keep_as` of `first_product`.
     """
     gemm, lora = options.gemm, weights.lora
-    if gate_up is None:
-        gate_up = _gate_up(read_x(), weights, gemms, rows, options)
-        gate_up = as_mx(gate_up, keep_as) if keep_as else gate_up
+    if first is None:
+        first = _first_product(read_x(), weights, gemms, rows, options)
+        first = first._replace(gate_up=as_mx(first.gate_up, keep_as)) if keep_as else first
     dh = dgrad_gemm(grad, gemms[1], rows.offs, rows.grad_map, options.padding_rows)  # (P, H)
     d_ha = None
     if lora.a2 is not None and lora.b2 is not None:
         d_ha = _add_lora(dh, grad, lora.b2.transpose(-2, -1), lora.a2.transpose(-2, -1), rows.offs, rows.grad_map)
     adapts = lora.b1 is not None and (needs.x or needs.lora1)
     forms = form_names(gemm, needs.x, needs.w1 or needs.w3, adapts or needs.b1 or needs.b3), form_names(gemm, False, needs.w2, needs.lora2)
-    return activate_backward(dh, gate_up, weights, rows, options, forms)._replace(d_ha=d_ha)
+    return activate_backward(dh, first.gate_up, weights, rows, options, forms)._replace(xa=first.xa, d_ha=d_ha)
 
 
 def rows_gradient(
@@ -476,23 +480,24 @@ def _lora_gradients(
     grads: dict[str, Tensor],
 ) -> None:
     """Adds the adapters' gradients to `grads`: wgrads in high precision, of rows as they came."""
-    lora, d_xa, d_gate_up = weights.lora, activation_grads.d_xa, activation_grads.gate_up.hp
-    if d_xa is None and needs.lora1 and lora.b1 is not None:  # of rows that need no gradient
+    lora, offs, d_xa, d_gate_up = weights.lora, rows.offs, activation_grads.d_xa, activation_grads.gate_up.hp
+    if lora.b1 is not None and needs.lora1:
         assert d_gate_up is not None
-        d_xa = _product(d_gate_up, lora.b1.transpose(-2, -1), rows, options)
-    sides = (
-        ("1", needs.lora1, lora.a1, d_xa, d_gate_up, lambda: row_values(read_x(), rows.token_map, rows.offs)),
-        ("2", needs.lora2, lora.a2, activation_grads.d_ha, None, lambda: activation_grads.h.hp),
-    )
-    for side, needed, a, d_inner, d_out, read_rows in sides:
-        if not needed or a is None:
-            continue
-        x, d_out = read_rows(), row_values(grad, rows.grad_map, rows.offs) if d_out is None else d_out
-        assert x is not None
-        assert d_inner is not None
-        for name, d_rows, of in ((f"lora_a{side}", d_inner, x), (f"lora_b{side}", d_out, _product(x, a, rows, options))):
-            if getattr(needs, name):
-                _add(grads, name, wgrad_gemm(d_rows, of, rows.offs, None, a.dtype))
+        if needs.lora_a1:
+            d_xa = _product(d_gate_up, lora.b1.transpose(-2, -1), rows, options) if d_xa is None else d_xa  # rows without a gradient
+            _add(grads, "lora_a1", wgrad_gemm(d_xa, row_values(read_x(), rows.token_map, offs), offs, None, lora.b1.dtype))
+        if needs.lora_b1:
+            assert activation_grads.xa is not None
+            _add(grads, "lora_b1", wgrad_gemm(d_gate_up, activation_grads.xa, offs, None, lora.b1.dtype))
+    if lora.a2 is not None and needs.lora2:
+        h, d_ha = activation_grads.h.hp, activation_grads.d_ha
+        assert h is not None
+        assert d_ha is not None
+        if needs.lora_a2:
+            _add(grads, "lora_a2", wgrad_gemm(d_ha, h, offs, None, lora.a2.dtype))
+        if needs.lora_b2:
+            d_out, ha = row_values(grad, rows.grad_map, offs), _product(h, lora.a2, rows, options)
+            _add(grads, "lora_b2", wgrad_gemm(d_out, ha, offs, None, lora.a2.dtype))
 
 
 def check_lora(where: str, x: Tensor, weights: ExpertWeights) -> None:
