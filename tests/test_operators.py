@@ -323,6 +323,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "grouped_wgrad_hp": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16),
         (torch.randn(M, N), torch.randn(M, K).bfloat16(), offs(), torch.float32),
+        (torch.randn(3, N), torch.randn(5, 8), offs() * 0 + 5, torch.float32, {"grad_map": row_map()}),
     ],
     "grouped_wgrad_hp.out": lambda: [
         (torch.randn(M, N), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16, {"out": torch.randn(G, N, K).bfloat16()}),

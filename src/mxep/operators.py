@@ -72,8 +72,8 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "add_group_lora(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor offs, Tensor? row_map=None) -> Tensor",
     ),
     ("grouped_gemm.reference", "grouped_gemm.wgrad"): (
-        # (M, N), (M, K) -> (G, N, K)
-        "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",
+        # (M, N), (M, K) -> (G, N, K); with grad_map (M,) row m of the gradient is grad[grad_map[m]], zeros where it is -1
+        "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype, *, Tensor? grad_map=None) -> Tensor",
         # writes the gradients of the groups that have rows into out, or adds them to it (accumulate)
         "grouped_wgrad_hp.out(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype, *, Tensor(a!) out, bool accumulate=False) -> ()",
         # into[g] = made[g], (G, N, K), of the groups that have rows

@@ -201,3 +201,18 @@ def test_add_group_lora(ends: list[int], dtype: torch.dtype, R: int, K: int, N: 
             assert_close_to(inner, truth)
             assert_close_to(out[: ends[-1]], before[: ends[-1]].double() + forward_truth(inner, b, ends)[: ends[-1]])
             assert torch.equal(out[ends[-1] :], before[ends[-1] :])
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("K", [8, 16, 64])  # the last one is gathered first
+def test_wgrad_through_a_map(ends: list[int], dtype: torch.dtype, K: int, no_sync):
+    M, N = ends[-1] + TAIL, 2048
+    few, a = torch.randn(50, N, device="cuda").to(dtype), torch.randn(M, K, device="cuda").to(dtype)
+    a[ends[-1] :] = torch.nan
+    row_map = torch.randint(-1, 50, (M,), device="cuda", dtype=torch.int32)
+    rows = torch.where((row_map >= 0)[:, None], few[row_map.clamp(min=0)], 0)
+    offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
+    with no_sync():
+        got = kernels.grouped_wgrad_hp(few, a, offs, dtype, grad_map=row_map)
+    assert_close_to(got, wgrad_truth(rows, a, ends))

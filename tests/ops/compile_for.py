@@ -134,7 +134,9 @@ def _launch_all() -> None:
     for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):
         kernels.grouped_mm_hp(torch.zeros(64, 128, dtype=a), torch.zeros(8, 96, 128, dtype=BF16), offs, out)
         kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)
-        kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 8, dtype=a), offs, FLOAT32)
+        narrow = torch.zeros(64, 96, dtype=a), torch.zeros(64, 8, dtype=a), offs, FLOAT32
+        kernels.grouped_wgrad_hp(*narrow)
+        kernels.grouped_wgrad_hp(*narrow, grad_map=torch.zeros(64, dtype=torch.int32))
         operands, into = (torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, FLOAT32), torch.zeros(8, 96, 128)
         kernels.grouped_wgrad_hp(*operands, into)
         kernels.grouped_wgrad_hp(*operands, into, accumulate=True)

@@ -223,6 +223,11 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     for columns in (1, 8, 16):  # of narrow tiles
         few = kernels.grouped_wgrad_hp(grad, a[:, :columns], offs, out_dtype)
         torch.testing.assert_close(few, wgrad[..., :columns], **tolerance)
+    index = row_map(rows, 50)
+    for columns in (8, 96):  # read through the map, and gathered first
+        few, given = torch.randn(50, 40).to(b_dtype), (a[:, :columns], offs, out_dtype)
+        through = kernels.grouped_wgrad_hp(few, *given, grad_map=index)
+        torch.testing.assert_close(through, reference.grouped_wgrad_hp(few, *given, grad_map=index), **tolerance)
     into = torch.randn(wgrad.shape)
     want = into + reference.grouped_wgrad_hp(grad, a, offs, FLOAT32)
     kernels.grouped_wgrad_hp(grad, a, offs, torch.float32, into, accumulate=True)

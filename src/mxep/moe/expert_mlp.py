@@ -485,7 +485,8 @@ def _lora_gradients(
         assert d_gate_up is not None
         if needs.lora_a1:
             d_xa = _product(d_gate_up, lora.b1.transpose(-2, -1), rows, options) if d_xa is None else d_xa  # rows without a gradient
-            _add(grads, "lora_a1", wgrad_gemm(d_xa, row_values(read_x(), rows.token_map, offs), offs, None, lora.b1.dtype))
+            # Transposed, since the map is then that of the gradient's side, which the GEMM reads through.
+            _add(grads, "lora_a1", wgrad_gemm(d_xa, read_x(), offs, None, lora.b1.dtype, None, rows.token_map, transposed=True))
         if needs.lora_b1:
             assert activation_grads.xa is not None
             _add(grads, "lora_b1", wgrad_gemm(d_gate_up, activation_grads.xa, offs, None, lora.b1.dtype))
@@ -496,8 +497,7 @@ def _lora_gradients(
         if needs.lora_a2:
             _add(grads, "lora_a2", wgrad_gemm(d_ha, h, offs, None, lora.a2.dtype))
         if needs.lora_b2:
-            d_out, ha = row_values(grad, rows.grad_map, offs), _product(h, lora.a2, rows, options)
-            _add(grads, "lora_b2", wgrad_gemm(d_out, ha, offs, None, lora.a2.dtype))
+            _add(grads, "lora_b2", wgrad_gemm(grad, _product(h, lora.a2, rows, options), offs, None, lora.a2.dtype, rows.grad_map))
 
 
 def check_lora(where: str, x: Tensor, weights: ExpertWeights) -> None:

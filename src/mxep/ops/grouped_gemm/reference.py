@@ -185,6 +185,7 @@ def grouped_wgrad_hp(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
+    grad_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """grad[rows of g].T @ a[rows of g] for every group g, summed in float32.
 
@@ -193,11 +194,13 @@ def grouped_wgrad_hp(
         out: (G, N, K) `out_dtype`, contiguous, bf16 or float32: the gradients of the groups that have rows are written into it, the others
             stay as they are.  None: the result is a new gradient.
         accumulate: add to `out`, float32, instead; nothing is rounded before.
+        grad_map: (M,) int32, without `out`: row m of the gradient is grad[grad_map[m]], zeros where it is -1.
 
     Returns:
         (G, N, K) `out_dtype`, zero for an empty group.  `out` if given.
     """
     check_out("grouped_wgrad_hp", out, (offs.shape[0], grad.shape[1], a.shape[1]), out_dtype, accumulate)
+    grad = grad if grad_map is None else gather_rows(grad, grad_map)
     made = torch.zeros(offs.shape[0], grad.shape[1], a.shape[1], dtype=out_dtype, device=a.device)
     for group, rows in _groups(offs):
         if rows.stop > rows.start:
