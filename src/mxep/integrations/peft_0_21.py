@@ -36,7 +36,7 @@ def register(config: LoraConfig) -> LoraConfig:
 
     Stacked experts that are named in `target_parameters` get adapters that are never multiplied out while they run by
     `experts_implementation="mxep"`; by other implementations they run as peft runs them, which raises a ValueError in forward for experts
-    that are frozen in MX (`mxep.quantize_base`).  Linear layers are those of `LoraLinear`, unless another library has quantised or sharded
+    that are frozen in MX (`mxep.quantize_base`).  Linear layers become `LoraLinear`, unless another library has quantised or sharded
     them.  Layers and experts in MX become plain weights when an adapter is merged into them.
 
     Args:
