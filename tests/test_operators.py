@@ -294,6 +294,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, K), torch.randn(G, N, K), offs(), torch.bfloat16),
         (torch.randn(M, K).bfloat16(), torch.randn(G, K, N).bfloat16().transpose(-2, -1), offs(), torch.float32),
     ],
+    "add_group_lora": lambda: [
+        (torch.randn(M, N), torch.randn(M, K), torch.randn(G, 8, K), torch.randn(G, N, 8), offs()),
+        (*(torch.randn(shape).bfloat16() for shape in ((5, N), (3, K), (G, 8, K), (G, N, 8))), offs() * 0 + 5, row_map()),
+    ],
     "rebase_weight": lambda: [mx(G, N, K)],
     "quantize_rows": lambda: [
         (torch.randn(M, K).bfloat16(), "rceil", "auto", True),
@@ -319,6 +323,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "grouped_wgrad_hp": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16),
         (torch.randn(M, N), torch.randn(M, K).bfloat16(), offs(), torch.float32),
+        (torch.randn(3, N), torch.randn(5, 8), offs() * 0 + 5, torch.float32, {"grad_map": row_map()}),
     ],
     "grouped_wgrad_hp.out": lambda: [
         (torch.randn(M, N), torch.randn(M, K).bfloat16(), offs(), torch.bfloat16, {"out": torch.randn(G, N, K).bfloat16()}),

@@ -66,9 +66,14 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # (M, K) x (G, N, K) -> (M, N)
         "grouped_mm_hp(Tensor a, Tensor b, Tensor offs, ScalarType out_dtype, str padding_rows='zero') -> Tensor",
     ),
+    ("grouped_gemm.reference", "grouped_gemm.lora"): (
+        # adds (x @ a.T) @ b.T of rows x (R, K), through row_map (M,) if given (zeros where it is -1), a (G, r, K) and b (G, N, r) to
+        # out (M, N); returns x @ a.T (M, r)
+        "add_group_lora(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor offs, Tensor? row_map=None) -> Tensor",
+    ),
     ("grouped_gemm.reference", "grouped_gemm.wgrad"): (
-        # (M, N), (M, K) -> (G, N, K)
-        "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype) -> Tensor",
+        # (M, N), (M, K) -> (G, N, K); with grad_map (M,) row m of the gradient is grad[grad_map[m]], zeros where it is -1
+        "grouped_wgrad_hp(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype, *, Tensor? grad_map=None) -> Tensor",
         # writes the gradients of the groups that have rows into out, or adds them to it (accumulate)
         "grouped_wgrad_hp.out(Tensor grad, Tensor a, Tensor offs, ScalarType out_dtype, *, Tensor(a!) out, bool accumulate=False) -> ()",
         # into[g] = made[g], (G, N, K), of the groups that have rows

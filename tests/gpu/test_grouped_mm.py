@@ -180,3 +180,39 @@ def test_a_path_that_this_gpu_lacks_is_refused():
     for path in ("blackwell", "reference", "fastest"):
         with pytest.raises(ValueError, match="gemm_path"):
             kernels.grouped_mm_mx(*operands, offs, BF16, path)
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize(("R", "K", "N"), [(16, 2048, 1536), (8, 96, 40), (24, 136, 72)])
+def test_add_group_lora(ends: list[int], dtype: torch.dtype, R: int, K: int, N: int, no_sync):
+    M, G = ends[-1] + TAIL, len(ends)
+    few = torch.randn(50, K, device="cuda").to(dtype)
+    row_map = torch.randint(-1, 50, (M,), device="cuda", dtype=torch.int32)
+    rows = torch.where((row_map >= 0)[:, None], few[row_map.clamp(min=0)], 0)
+    a, b = (torch.randn(G, *shape, device="cuda").div(shape[-1] ** 0.5).to(dtype) for shape in ((R, K), (N, R)))
+    offs, before = torch.tensor(ends, device="cuda", dtype=torch.int32), torch.randn(M, N, device="cuda").to(dtype)
+    truth = forward_truth(rows, a, ends)
+    for x, index in ((few, row_map), (rows, None)):
+        for factors in ((a, b), (a.mT.contiguous().mT, b.mT.contiguous().mT)):
+            out = before.clone()
+            with no_sync():
+                inner = kernels.add_group_lora(out, x, *factors, offs, index)
+            assert_close_to(inner, truth)
+            assert_close_to(out[: ends[-1]], before[: ends[-1]].double() + forward_truth(inner, b, ends)[: ends[-1]])
+            assert torch.equal(out[ends[-1] :], before[ends[-1] :])
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+@pytest.mark.parametrize("K", [8, 16, 64])  # the last one is gathered first
+def test_wgrad_through_a_map(ends: list[int], dtype: torch.dtype, K: int, no_sync):
+    M, N = ends[-1] + TAIL, 2048
+    few, a = torch.randn(50, N, device="cuda").to(dtype), torch.randn(M, K, device="cuda").to(dtype)
+    a[ends[-1] :] = torch.nan
+    row_map = torch.randint(-1, 50, (M,), device="cuda", dtype=torch.int32)
+    rows = torch.where((row_map >= 0)[:, None], few[row_map.clamp(min=0)], 0)
+    offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
+    with no_sync():
+        got = kernels.grouped_wgrad_hp(few, a, offs, dtype, grad_map=row_map)
+    assert_close_to(got, wgrad_truth(rows, a, ends))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.truth import raises_naming, sqnr
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
 from mxep.device import GEMM_PATHS
@@ -141,3 +143,39 @@ def test_adapters_that_do_not_fit(changed: dict[str, Tensor | None], words: tupl
     lora = ExpertLora(*(({**given, **changed})[name] for name in ("a1", "b1", "a2", "b2")))
     with raises_naming("fused_experts", *words):
         mxep.fused_experts(given["x"], experts, scores, given["w1"], None, given["w2"], None, L, group="", lora=lora)
+
+
+class _Operators(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[function.overloadpacket.__name__] += 1
+        return function(*args, **kwargs or {})
+
+
+def test_adapters_add_no_pass_over_gathered_rows() -> None:
+    """Beside a frozen base: one launch for each GEMM, two small products for gradients, and rows that are read through their maps."""
+    with _Operators() as operators:
+        ours(case(), draw(T, D, seed=20), "mxfp8_wgrad_with_hp", freeze=True)
+    calls = operators.calls
+    assert calls["add_group_lora"] == 4
+    assert calls["grouped_wgrad_hp"] == 4
+    assert calls["grouped_mm_hp"] == 1, "h times a2, which forward does not keep"
+    assert calls["gather_rows"] == 0
+
+
+def test_rows_that_need_no_gradient() -> None:
+    """As those of a frozen embedding: the adapters' gradients stay."""
+    given, dy = case(), draw(T, D, seed=20)
+    want = ours(given, dy, "hp", freeze=True)
+    leaf = {name: given[name].detach().requires_grad_() for name in ("a1", "b1", "a2", "b2")}
+    w1, w2 = (MXWeight.of(given[name]) for name in ("w1", "w2"))
+    experts, scores = routing()
+    options = {"group": "", "recipe": "hp", "lora": ExpertLora(**leaf)}
+    mxep.fused_experts(given["x"], experts, scores, w1, None, w2, None, L, **options).backward(dy)
+    for name, value in leaf.items():
+        assert torch.equal(value.grad, want[name]), name

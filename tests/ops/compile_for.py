@@ -134,12 +134,17 @@ def _launch_all() -> None:
     for a, out in ((BF16, FLOAT32), (FLOAT32, FLOAT32)):
         kernels.grouped_mm_hp(torch.zeros(64, 128, dtype=a), torch.zeros(8, 96, 128, dtype=BF16), offs, out)
         kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, out)
-        kernels.grouped_wgrad_hp(torch.zeros(64, 96, dtype=a), torch.zeros(64, 8, dtype=a), offs, FLOAT32)
+        narrow = torch.zeros(64, 96, dtype=a), torch.zeros(64, 8, dtype=a), offs, FLOAT32
+        kernels.grouped_wgrad_hp(*narrow)
+        kernels.grouped_wgrad_hp(*narrow, grad_map=torch.zeros(64, dtype=torch.int32))
         operands, into = (torch.zeros(64, 96, dtype=a), torch.zeros(64, 128, dtype=BF16), offs, FLOAT32), torch.zeros(8, 96, 128)
         kernels.grouped_wgrad_hp(*operands, into)
         kernels.grouped_wgrad_hp(*operands, into, accumulate=True)
     for dtype in (BF16, FLOAT32):
         kernels.copy_expert_grads(torch.zeros(8, 96, 128, dtype=dtype), torch.zeros(8, 96, 128, dtype=dtype), offs)
+        x, a, b = (torch.zeros(shape, dtype=dtype) for shape in ((64, 128), (8, 16, 128), (8, 96, 16)))
+        kernels.add_group_lora(torch.zeros(64, 96, dtype=dtype), x, a, b, offs, torch.zeros(64, dtype=torch.int32))
+        kernels.add_group_lora(torch.zeros(64, 128, dtype=dtype), x[:, :96], b.mT, a.mT, offs)
     from mxep.ops.activation.forward import row_sums
 
     row_sums(torch.zeros(64, 48), None)

@@ -223,6 +223,11 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     for columns in (1, 8, 16):  # of narrow tiles
         few = kernels.grouped_wgrad_hp(grad, a[:, :columns], offs, out_dtype)
         torch.testing.assert_close(few, wgrad[..., :columns], **tolerance)
+    index = row_map(rows, 50)
+    for columns in (8, 96):  # read through the map, and gathered first
+        few, given = torch.randn(50, 40).to(b_dtype), (a[:, :columns], offs, out_dtype)
+        through = kernels.grouped_wgrad_hp(few, *given, grad_map=index)
+        torch.testing.assert_close(through, reference.grouped_wgrad_hp(few, *given, grad_map=index), **tolerance)
     into = torch.randn(wgrad.shape)
     want = into + reference.grouped_wgrad_hp(grad, a, offs, FLOAT32)
     kernels.grouped_wgrad_hp(grad, a, offs, torch.float32, into, accumulate=True)
@@ -234,6 +239,34 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     kernels.grouped_wgrad_hp(grad, a, offs, out_dtype, filled)
     assert filled[sizes == 0].isnan().all()
     torch.testing.assert_close(filled[sizes > 0], wgrad[sizes > 0], **tolerance)
+
+
+@pytest.mark.usefixtures("poison")
+def test_add_group_lora():
+    """In float32: the interpreter has no dot product in bf16."""
+    ends, index, few = torch.tensor([0, 5, 5, 137, 140]), row_map(150, 60), torch.randn(60, 96)
+    for rank, K, N in ((8, 96, 40), (24, 40, 130)):
+        x, a, b = (torch.randn(shape) for shape in ((150, K), (5, rank, K), (5, N, rank)))
+        x[140:] = torch.nan  # past the last end
+        apart = [factor.mT.contiguous().mT for factor in (a, b)]
+        wide = torch.randn(K, 150).t()
+        for operands in (
+            (x, a, b, ends),
+            (few[:, :K], a, b, ends.int(), index),
+            (x, *apart, ends),
+            (wide, a, b, ends),
+            (x, a, b, ends * 0),
+        ):
+            before = torch.randn(150, N + 3)
+            got, want = before.clone(), before.clone()
+            inner = kernels.add_group_lora(got[:, :N], *operands)
+            torch.testing.assert_close(inner, reference.add_group_lora(want[:, :N], *operands), rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+            assert torch.equal(got[:, N:], before[:, N:])
+            assert torch.equal(got[operands[3][-1] :], before[operands[3][-1] :])
+    assert kernels.add_group_lora(before[:0, :N], x[:0], a, b, ends * 0).shape == (0, rank)
+    with pytest.raises(ValueError, match=r"add_group_lora: out \(150, 133\) .* all bfloat16 or all float32"):
+        kernels.add_group_lora(before, x, a, b, ends)
 
 
 def test_bad_input_is_named():

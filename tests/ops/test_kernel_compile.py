@@ -21,6 +21,7 @@ def test_kernels_compile(capability: int):
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {line["kernel"] for line in compiled} == {
         "_add_group_bias_kernel",
+        "_add_group_lora_kernel",
         "_dot_group_bias_kernel",
         "_cross_entropy_kernel",
         "_copy_expert_grads_kernel",

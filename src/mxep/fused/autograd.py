@@ -30,6 +30,7 @@ from mxep.moe.expert_mlp import (
     ExpertLora,
     ExpertRows,
     ExpertWeights,
+    FirstProduct,
     NeedsGrad,
     activation_gradients,
     down_bias_gradients,
@@ -63,6 +64,7 @@ class SavedTensors(NamedTuple):
     scale: Tensor | None  # (R, D/32)
     gate_up: Tensor | None  # (P, 2H) or (P, H), qdata or plain
     gate_up_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
+    xa: Tensor | None  # (P, r), with gate_up where there is an adapter of its weight
     gate_up_weight: Tensor | None  # (L, D, 2H) as dgrad reads it, one byte a value
     gate_up_weight_scale: Tensor | None  # (L, D)
     down_weight: Tensor | None  # (L, H, D)
@@ -177,14 +179,15 @@ def _backward_over_chunks(
         bias_scores = None if values is None else down_bias_gradients(values, weights, chunk, needs, grads)
         if not needs.activation:
             continue
-        kept = gate_up if chunk.last else None  # only the last chunk's was kept
+        kept = FirstProduct(gate_up, saved.xa) if chunk.last and gate_up is not None else None  # only the last chunk's was kept
         activation_grads = activation_gradients(grad, read_x, kept, weights, gemms, chunk, options.experts, needs, options.keep_as)
         # What other ranks wait for comes first: it is sent while the weights' gradients are computed.
         if activation_grads.scores is not None and needs.scores:
             returned.add_scores(activation_grads.scores if bias_scores is None else activation_grads.scores + bias_scores, chunk)
         if needs.x:
-            returned.add_rows(rows_gradient(activation_grads, weights, gemms, chunk, options.experts), chunk)
-            activation_grads = activation_grads.for_weights()
+            d_rows, activation_grads = rows_gradient(activation_grads, weights, gemms, chunk, options.experts)
+            returned.add_rows(d_rows, chunk)
+            del d_rows
         weight_gradients(grad, read_x, activation_grads, weights, gemms, chunk, options.experts, needs, grads)
         del activation_grads
     if redispatch:
@@ -246,7 +249,7 @@ class _FusedMoE(torch.autograd.Function):
         gate_up_form = gemms[0].make_both() if makes_both and needs.saves_gate_up_weight else (None, None)
         kept = first_product(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
         down_form = gemms[1].make_both() if makes_both and needs.w2 else (None, None)
-        gate_up = None if kept is None else kept.gate_up  # (P, 2H)
+        gate_up, xa = (None, None) if kept is None else kept[:2]  # (P, 2H), (P, r)
 
         def outputs() -> Tensor:
             reduction = ChunkedReduction(dispatcher.combine)
@@ -271,7 +274,7 @@ class _FusedMoE(torch.autograd.Function):
             recomputes = kept_x is not None and (config.router_dtype == "fp32" or not torch.is_autocast_enabled(x.device.type))
             kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
             saved = SavedTensors(
-                kept_x, kept_logits, columns, *saved_tensors(kept_rows), *saved_tensors(gate_up), *gate_up_form, *down_form
+                kept_x, kept_logits, columns, *saved_tensors(kept_rows), *saved_tensors(gate_up), xa, *gate_up_form, *down_form
             )
             ctx.dispatcher, tensors = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)

@@ -474,6 +474,8 @@ def wgrad_gemm(
             return direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
         direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
+    if gemm is None and isinstance(into, torch.dtype) and not isinstance(grad, MXTensor):
+        return direct.grouped_wgrad_hp(grad, row_values(a, a_map, offs), offs, into, grad_map=g_map)
     return _wgrad_hp(into, row_values(grad, g_map, offs), row_values(a, a_map, offs), offs)
 
 

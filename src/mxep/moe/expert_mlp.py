@@ -4,10 +4,11 @@ before  rows (R, D), MX or plain, and where the rows of each expert are: `Expert
 after   rows (P, D) in the experts' order, each times its score where there are scores
 forward   gate and up in one GEMM -> (P, 2H), or (P, H) without a gate; bias and activation in float32, times the score, straight to the
           form that the down GEMM reads -> h (P, H); the down GEMM; its bias, times the score
-          Adapters add their two products, in high precision, to the result of the GEMM that they are beside
+          Adapters add their two products, in high precision, to the result of the GEMM that they are beside, in one pass
 backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
           The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
-saves     the callers keep gate and up, and not h: backward reads gate and up anyway and makes h again without another read
+saves     the callers keep gate and up, and not h: backward reads gate and up anyway and makes h again without another read.  Beside
+          adapters they keep the first one's small product too
 
 The score acts on h, since the down GEMM is linear.  On GPUs the activation is one pass where H is a multiple of 32, else plain torch
 operations in float32.
@@ -224,18 +225,17 @@ class NeedsGrad(NamedTuple):
 class ActivationGradients(NamedTuple):
     """Gradient of gate and up (P, 2H), h (P, H) times its score, and the scores' gradient (P,); None where it is not needed.
 
-    d_xa, d_ha: gradients (P, R) of the rows between the two factors of the adapters of w1 and of w2; None without them.
+    xa: that of `FirstProduct`.
+    d_xa, d_ha: gradients (P, R) of the rows between the two factors of the adapters of w1, which `rows_gradient` makes, and of w2; None
+        without them.
     """
 
     gate_up: Forms
     h: Forms
     scores: Tensor | None
+    xa: Tensor | None = None
     d_xa: Tensor | None = None
     d_ha: Tensor | None = None
-
-    def for_weights(self) -> ActivationGradients:
-        """Without the rows that `rows_gradient` alone reads: `weight_gradients` need not hold their memory."""
-        return self._replace(gate_up=self.gate_up._replace(rebased=None))
 
 
 ExpertGemms = tuple[Weights, Weights]  # gate and up, down
@@ -258,19 +258,31 @@ def _product(x: Tensor, factor: Tensor | None, rows: ExpertRows, options: Expert
     return direct.grouped_mm_hp(x, factor, rows.offs, x.dtype, options.padding_rows)
 
 
-def _gate_up(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
-    """Rows x (R, D) -> gate and up (P, 2H)."""
-    gate_up, lora = forward_gemm(x, gemms[0], rows.offs, rows.token_map, options.padding_rows), weights.lora
-    if lora.a1 is not None:
-        gate_up += _product(_product(row_values(x, rows.token_map, rows.offs), lora.a1, rows, options), lora.b1, rows, options)
-    return gate_up
+def _add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, offs: Tensor, row_map: Tensor | None = None) -> Tensor:
+    """Adds rows x (R, K), MX or plain and through their map, times an adapter's factors a (L, R, K) and b (L, N, R) to out (P, N).
+
+    Returns x @ a.T, (P, R).
+    """
+    if isinstance(x, MXTensor):
+        x, row_map = row_values(x, row_map, offs), None
+    return direct.add_group_lora(out, x, a, b, offs, row_map)
 
 
 class FirstProduct(NamedTuple):
-    """Gate and up (P, 2H) as they are kept, MX or plain; and h (P, H) where the pass that quantised them made it, else None."""
+    """Gate and up (P, 2H) as they are kept, MX or plain; what an adapter's b1 (L, 2H, r) multiplied, (P, r); and h (P, H) where the pass
+    that quantised gate and up made it, else None."""
 
     gate_up: Tensor
+    xa: Tensor | None = None
     h: Forms | None = None
+
+
+def _first_product(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> FirstProduct:
+    """Rows x (R, D) -> gate and up as they are."""
+    gate_up, lora = forward_gemm(x, gemms[0], rows.offs, rows.token_map, options.padding_rows), weights.lora
+    if lora.a1 is None or lora.b1 is None:
+        return FirstProduct(gate_up)
+    return FirstProduct(gate_up, _add_lora(gate_up, x, lora.a1, lora.b1, rows.offs, rows.token_map))
 
 
 def first_product(
@@ -280,11 +292,11 @@ def first_product(
 
     `keep_as`: scale rule with which gate and up are returned as MX; "" returns them as they are.
     """
-    gate_up = _gate_up(x, weights, gemms, rows, options)
+    first = _first_product(x, weights, gemms, rows, options)
     if not keep_as:
-        return FirstProduct(gate_up)
-    h, gate_up = activate(gate_up, weights, rows, options, keep_as)
-    return FirstProduct(gate_up, h)
+        return first
+    h, gate_up = activate(first.gate_up, weights, rows, options, keep_as)
+    return first._replace(gate_up=gate_up, h=h)
 
 
 def second_product(first: FirstProduct, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
@@ -292,9 +304,9 @@ def second_product(first: FirstProduct, weights: ExpertWeights, gemms: ExpertGem
     h = activate(first.gate_up, weights, rows, options, "")[0] if first.h is None else first.h
     form = next(form for form in (h.rebased, h.mx, h.hp) if form is not None)
     out = forward_gemm(form, gemms[1], rows.offs, padding_rows=options.padding_rows)
-    if weights.lora.a2 is not None:
+    if weights.lora.a2 is not None and weights.lora.b2 is not None:
         assert h.hp is not None
-        out += _product(_product(h.hp, weights.lora.a2, rows, options), weights.lora.b2, rows, options)
+        _add_lora(out, h.hp, weights.lora.a2, weights.lora.b2, rows.offs)
     if weights.b2 is not None:
         out = direct.add_group_bias(out, weights.b2, rows.offs, rows.scores)
     return out
@@ -348,7 +360,7 @@ def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options:
 def activation_gradients(
     grad: Tensor,
     read_x: Callable[[], Tensor],
-    gate_up: Tensor | None,
+    first: FirstProduct | None,
     weights: ExpertWeights,
     gemms: ExpertGemms,
     rows: ExpertRows,
@@ -358,37 +370,35 @@ def activation_gradients(
 ) -> ActivationGradients:
     """From the output's gradient (R, D), in the form that the GEMMs read.
 
-    `gate_up` (P, 2H), MX or plain; None: computed again from the rows that `read_x` returns, with the `keep_as` of
-    `first_product`.
+    `first` None: computed again from the rows that `read_x` returns, with the `keep_as` of `first_product`.
     """
     gemm, lora = options.gemm, weights.lora
-    if gate_up is None:
-        gate_up = _gate_up(read_x(), weights, gemms, rows, options)
-        gate_up = as_mx(gate_up, keep_as) if keep_as else gate_up
+    if first is None:
+        first = _first_product(read_x(), weights, gemms, rows, options)
+        first = first._replace(gate_up=as_mx(first.gate_up, keep_as)) if keep_as else first
     dh = dgrad_gemm(grad, gemms[1], rows.offs, rows.grad_map, options.padding_rows)  # (P, H)
-    d_ha = d_xa = None
+    d_ha = None
     if lora.a2 is not None and lora.b2 is not None:
-        d_ha = _product(row_values(grad, rows.grad_map, rows.offs), lora.b2.transpose(-2, -1), rows, options)
-        dh += _product(d_ha, lora.a2.transpose(-2, -1), rows, options)
+        d_ha = _add_lora(dh, grad, lora.b2.transpose(-2, -1), lora.a2.transpose(-2, -1), rows.offs, rows.grad_map)
     adapts = lora.b1 is not None and (needs.x or needs.lora1)
     forms = form_names(gemm, needs.x, needs.w1 or needs.w3, adapts or needs.b1 or needs.b3), form_names(gemm, False, needs.w2, needs.lora2)
-    grads = activate_backward(dh, gate_up, weights, rows, options, forms)
-    if adapts:
-        assert lora.b1 is not None
-        assert grads.gate_up.hp is not None
-        d_xa = _product(grads.gate_up.hp, lora.b1.transpose(-2, -1), rows, options)
-    return grads._replace(d_xa=d_xa, d_ha=d_ha)
+    return activate_backward(dh, first.gate_up, weights, rows, options, forms)._replace(xa=first.xa, d_ha=d_ha)
 
 
 def rows_gradient(
     activation_grads: ActivationGradients, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions
-) -> Tensor:
-    """The gradient of the rows, in the experts' order (P, D)."""
-    form = dgrad_form(activation_grads.gate_up, options.gemm)
-    d_x = dgrad_gemm(form, gemms[0], rows.offs, padding_rows=options.padding_rows)
-    if activation_grads.d_xa is not None and weights.lora.a1 is not None:
-        d_x += _product(activation_grads.d_xa, weights.lora.a1.transpose(-2, -1), rows, options)
-    return d_x
+) -> tuple[Tensor, ActivationGradients]:
+    """The gradient of the rows, in the experts' order (P, D); and what `weight_gradients` reads of `activation_grads`, with d_xa.
+
+    The rows that this function alone reads are not in it, so that nobody need hold their memory.
+    """
+    lora, d_gate_up = weights.lora, activation_grads.gate_up
+    d_x = dgrad_gemm(dgrad_form(d_gate_up, options.gemm), gemms[0], rows.offs, padding_rows=options.padding_rows)
+    d_xa = None
+    if lora.a1 is not None and lora.b1 is not None:
+        assert d_gate_up.hp is not None
+        d_xa = _add_lora(d_x, d_gate_up.hp, lora.b1.transpose(-2, -1), lora.a1.transpose(-2, -1), rows.offs)
+    return d_x, activation_grads._replace(gate_up=d_gate_up._replace(rebased=None), d_xa=d_xa)
 
 
 def activate_backward(
@@ -470,27 +480,24 @@ def _lora_gradients(
     grads: dict[str, Tensor],
 ) -> None:
     """Adds the adapters' gradients to `grads`: wgrads in high precision, of rows as they came."""
-    lora = weights.lora
-    sides = (
-        (
-            "1",
-            needs.lora1,
-            lora.a1,
-            activation_grads.d_xa,
-            activation_grads.gate_up.hp,
-            lambda: row_values(read_x(), rows.token_map, rows.offs),
-        ),
-        ("2", needs.lora2, lora.a2, activation_grads.d_ha, None, lambda: activation_grads.h.hp),
-    )
-    for side, needed, a, d_inner, d_out, read_rows in sides:
-        if not needed or a is None:
-            continue
-        x, d_out = read_rows(), row_values(grad, rows.grad_map, rows.offs) if d_out is None else d_out
-        assert x is not None
-        assert d_inner is not None
-        for name, d_rows, of in ((f"lora_a{side}", d_inner, x), (f"lora_b{side}", d_out, _product(x, a, rows, options))):
-            if getattr(needs, name):
-                _add(grads, name, wgrad_gemm(d_rows, of, rows.offs, None, a.dtype))
+    lora, offs, d_xa, d_gate_up = weights.lora, rows.offs, activation_grads.d_xa, activation_grads.gate_up.hp
+    if lora.b1 is not None and needs.lora1:
+        assert d_gate_up is not None
+        if needs.lora_a1:
+            d_xa = _product(d_gate_up, lora.b1.transpose(-2, -1), rows, options) if d_xa is None else d_xa  # rows without a gradient
+            # Transposed, since the map is then that of the gradient's side, which the GEMM reads through.
+            _add(grads, "lora_a1", wgrad_gemm(d_xa, read_x(), offs, None, lora.b1.dtype, None, rows.token_map, transposed=True))
+        if needs.lora_b1:
+            assert activation_grads.xa is not None
+            _add(grads, "lora_b1", wgrad_gemm(d_gate_up, activation_grads.xa, offs, None, lora.b1.dtype))
+    if lora.a2 is not None and needs.lora2:
+        h, d_ha = activation_grads.h.hp, activation_grads.d_ha
+        assert h is not None
+        assert d_ha is not None
+        if needs.lora_a2:
+            _add(grads, "lora_a2", wgrad_gemm(d_ha, h, offs, None, lora.a2.dtype))
+        if needs.lora_b2:
+            _add(grads, "lora_b2", wgrad_gemm(grad, _product(h, lora.a2, rows, options), offs, None, lora.a2.dtype, rows.grad_map))
 
 
 def check_lora(where: str, x: Tensor, weights: ExpertWeights) -> None:

@@ -111,15 +111,15 @@ class _ExpertFFN(torch.autograd.Function):
         weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), shared_form(x, options.gemm)
         gemms, needs = expert_gemms(weights, options, caches), _needs_grad(ctx)
         dgrad = gemms[0].make_both() if needs.saves_gate_up_weight else (None, None)
-        gate_up, _ = first_product(x, weights, gemms, ExpertRows(offs), options)
-        ctx.save_for_backward(*saved_tensors(x if needs.reads_x else None), gate_up, offs, *dgrad, *weights.tensors)
+        gate_up, xa, _ = first_product(x, weights, gemms, ExpertRows(offs), options)
+        ctx.save_for_backward(*saved_tensors(x if needs.reads_x else None), gate_up, xa, offs, *dgrad, *weights.tensors)
         ctx.mark_non_differentiable(gate_up)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
         return gate_up.new_empty_strided((gate_up.shape[0], w2.shape[1]), (0, 0)), gate_up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        data, scale, gate_up, offs, dgrad, dgrad_scale, *parts = ctx.saved_tensors
+        data, scale, gate_up, xa, offs, dgrad, dgrad_scale, *parts = ctx.saved_tensors
         options, weights, rows, needs = ctx.options, ExpertWeights.of(parts), ExpertRows(offs), _needs_grad(ctx)
         gemms = expert_gemms(weights, options, ctx.caches, dgrad=(dgrad, dgrad_scale, None, None))
         grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
@@ -132,10 +132,9 @@ class _ExpertFFN(torch.autograd.Function):
                 return data if scale is None else MXTensor(data, scale, ctx.x_dtype)
 
             grad = shared_form(grad, options.gemm)
-            inner = activation_gradients(grad, read_x, gate_up, weights, gemms, rows, options, needs)
+            inner = activation_gradients(grad, read_x, FirstProduct(gate_up, xa), weights, gemms, rows, options, needs)
             if needs.x:
-                d_x = rows_gradient(inner, weights, gemms, rows, options)  # (P, D)
-                inner = inner.for_weights()
+                d_x, inner = rows_gradient(inner, weights, gemms, rows, options)  # (P, D)
             weight_gradients(grad, read_x, inner, weights, gemms, rows, options, needs, made)
         of_weights = (made[name].to(w.dtype) if name in made else None for name, w in zip(TENSORS, parts, strict=True))
         return d_x, *of_weights, None, None, None

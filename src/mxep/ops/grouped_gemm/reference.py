@@ -19,7 +19,7 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import (
     is_rebased,
 )
 from mxep.ops.quantize.reference import dequantize
-from mxep.ops.rows.reference import in_order
+from mxep.ops.rows.reference import gather_rows, in_order
 
 PADDING_ROWS = ("zero", "skip")
 
@@ -60,6 +60,51 @@ def grouped_mm_hp(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out_dtyp
         if rows.stop > rows.start:
             out[rows] = _matmul(a[rows], b[group].t()).to(out_dtype)
     return out
+
+
+def check_group_lora(
+    out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, row_map: torch.Tensor | None
+) -> None:
+    """Raise ValueError for what `add_group_lora` cannot take."""
+    count = x.shape[0] if row_map is None else row_map.shape[0]
+    G, R, K = a.shape
+    shapes = out.shape == (count, b.shape[1]) and x.shape[1:] == (K,) and b.shape[::2] == (G, R) and offs.shape == (G,) and G > 0
+    dtypes = {tensor.dtype for tensor in (out, x, a, b)}
+    if not shapes or dtypes not in ({torch.bfloat16}, {torch.float32}) or out.stride(1) != 1:
+        got = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in (("out", out), ("x", x), ("a", a), ("b", b), ("offs", offs)))
+        raise ValueError(
+            f"add_group_lora: {got}, want (M, N) with rows of stride 1, (M, K) or a row_map (M,), (G, r, K), (G, N, r) and (G,), "
+            "all bfloat16 or all float32; cast them"
+        )
+
+
+def add_group_lora(
+    out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, row_map: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out[rows of g] += (x[rows of g] @ a[g].T) @ b[g].T, the low-rank adapter of each group: float32 sums, the first product rounded to
+    x's dtype, and out rounded once.
+
+    Args:
+        out: (M, N) bf16 or float32, changed in place; rows past offs[-1] stay as they are.
+        x: (M, K) of out's dtype; with a row_map (M,) int32, row m is x[row_map[m]], zeros where it is -1.
+        a: (G, r, K), b: (G, N, r), of out's dtype.  offs: (G,) int32 or int64 END offsets, not decreasing, the last at most M.
+
+    Returns:
+        (M, r), the first product in x's dtype; rows past offs[-1] are zero.
+
+    Raises:
+        ValueError: operands that do not fit.
+
+    Examples:
+        >>> out, x, ends = torch.ones(2, 1), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([2])
+        >>> inner = add_group_lora(out, x, torch.tensor([[[1.0, 1.0]]]), torch.tensor([[[10.0]]]), ends)
+        >>> inner.tolist(), out.tolist()
+        ([[3.0], [7.0]], [[31.0], [71.0]])
+    """
+    check_group_lora(out, x, a, b, offs, row_map)
+    inner = grouped_mm_hp(x if row_map is None else gather_rows(x, row_map), a, offs, x.dtype)
+    out += grouped_mm_hp(inner, b, offs, torch.float32)
+    return inner
 
 
 def check_rows(
@@ -140,6 +185,7 @@ def grouped_wgrad_hp(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
+    grad_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """grad[rows of g].T @ a[rows of g] for every group g, summed in float32.
 
@@ -148,11 +194,13 @@ def grouped_wgrad_hp(
         out: (G, N, K) `out_dtype`, contiguous, bf16 or float32: the gradients of the groups that have rows are written into it, the others
             stay as they are.  None: the result is a new gradient.
         accumulate: add to `out`, float32, instead; nothing is rounded before.
+        grad_map: (M,) int32, without `out`: row m of the gradient is grad[grad_map[m]], zeros where it is -1.
 
     Returns:
         (G, N, K) `out_dtype`, zero for an empty group.  `out` if given.
     """
     check_out("grouped_wgrad_hp", out, (offs.shape[0], grad.shape[1], a.shape[1]), out_dtype, accumulate)
+    grad = grad if grad_map is None else gather_rows(grad, grad_map)
     made = torch.zeros(offs.shape[0], grad.shape[1], a.shape[1], dtype=out_dtype, device=a.device)
     for group, rows in _groups(offs):
         if rows.stop > rows.start:

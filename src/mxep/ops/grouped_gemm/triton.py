@@ -32,6 +32,31 @@ def _generation(index: int) -> int:
     return compute_capability(index)[0]
 
 
+@triton.jit
+def rows_of_tile(
+    row_tile,
+    offs,  # (G,) int32
+    M,
+    G,
+    GROUPS: tl.constexpr,  # power of two above G
+    ROWS: tl.constexpr,
+):
+    """The group that owns a tile of ROWS rows, the tile's first row and the group's end; group G has the rows past the last end, and a tile
+    of none has a group above G."""
+    group = tl.arange(0, GROUPS)
+    starts = tl.load(offs + group - 1, mask=(group > 0) & (group <= G), other=0)
+    ends = tl.load(offs + group, mask=group < G, other=0)
+    ends = tl.minimum(tl.where(group == G, M, ends), M)
+    group_tiles = tl.cdiv(tl.maximum(ends - starts, 0), ROWS)
+    tiles_before = tl.cumsum(group_tiles, axis=0)
+    owner = tl.sum((tiles_before <= row_tile).to(tl.int32), axis=0)
+    mine = group == owner
+    start = tl.sum(tl.where(mine, starts, 0), axis=0)
+    end = tl.sum(tl.where(mine, ends, 0), axis=0)
+    first_tile = tl.sum(tl.where(mine, tiles_before - group_tiles, 0), axis=0)
+    return owner, start + (row_tile - first_tile) * ROWS, end
+
+
 @triton.jit(do_not_specialize=["M", "G"])
 def _grouped_mm_kernel(
     a,  # (M, K)
@@ -55,22 +80,10 @@ def _grouped_mm_kernel(
     SKIP: tl.constexpr,  # leave the rows past the last end undefined
 ):
     column_tiles = tl.cdiv(N, COLUMNS)
-    row_tile = tl.program_id(0) // column_tiles
     column = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
-    # Which group owns this row tile: group G has the rows past the last end, which become zero.
-    group = tl.arange(0, GROUPS)
-    starts = tl.load(offs + group - 1, mask=(group > 0) & (group <= G), other=0)
-    ends = tl.load(offs + group, mask=group < G, other=0)
-    ends = tl.minimum(tl.where(group == G, M, ends), M)
-    group_tiles = tl.cdiv(tl.maximum(ends - starts, 0), ROWS)
-    tiles_before = tl.cumsum(group_tiles, axis=0)
-    owner = tl.sum((tiles_before <= row_tile).to(tl.int32), axis=0)
+    owner, first, end = rows_of_tile(tl.program_id(0) // column_tiles, offs, M, G, GROUPS, ROWS)
     if owner <= G - SKIP:
-        mine = group == owner
-        start = tl.sum(tl.where(mine, starts, 0), axis=0)
-        end = tl.sum(tl.where(mine, ends, 0), axis=0)
-        first_tile = tl.sum(tl.where(mine, tiles_before - group_tiles, 0), axis=0)
-        row = start + (row_tile - first_tile) * ROWS + tl.arange(0, ROWS)
+        row = first + tl.arange(0, ROWS)
         depth = tl.arange(0, DEPTH)
         a_tile = a + row.to(tl.int64)[:, None] * a_row + depth.to(tl.int64)[None, :] * a_column
         b_tile = b + owner.to(tl.int64) * b_group + column.to(tl.int64)[None, :] * b_row + depth.to(tl.int64)[:, None] * b_column

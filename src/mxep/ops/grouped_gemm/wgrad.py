@@ -16,6 +16,7 @@ import triton.language as tl
 from mxep.ops.grouped_gemm.hopper.bf16_wgrad import bf16_wgrad, bf16_wgrad_takes
 from mxep.ops.grouped_gemm.reference import check_copy_expert_grads, check_out
 from mxep.ops.grouped_gemm.triton import check_operands, for_torch, gemm_tile, torch_takes
+from mxep.ops.rows.permute import gather_rows
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import cdiv
@@ -23,9 +24,10 @@ from mxep.shapes import cdiv
 
 @triton.jit(do_not_specialize=["M"])
 def _grouped_wgrad_kernel(
-    grad,  # (M, N)
+    grad,  # (M, N), or as many rows as grad_map knows
     grad_row,
     grad_column,
+    grad_map,  # (M,) int32, or None
     a,  # (M, K)
     a_row,
     a_column,
@@ -52,8 +54,12 @@ def _grouped_wgrad_kernel(
         row = m + tl.arange(0, DEPTH)
         inside = row < end  # a neighbouring group's row may hold NaN: neither operand reads it
         at = row.to(tl.int64)
+        source, read = at, inside
+        if grad_map is not None:
+            source = tl.load(grad_map + at, mask=inside, other=-1).to(tl.int64)
+            read = source >= 0
         left = tl.load(
-            grad + n.to(tl.int64)[:, None] * grad_column + at[None, :] * grad_row, mask=(n < N)[:, None] & inside[None, :], other=0
+            grad + n.to(tl.int64)[:, None] * grad_column + source[None, :] * grad_row, mask=(n < N)[:, None] & read[None, :], other=0
         )  # (ROWS, DEPTH)
         right = tl.load(
             a + at[:, None] * a_row + k.to(tl.int64)[None, :] * a_column, mask=inside[:, None] & (k < K)[None, :], other=0
@@ -70,7 +76,16 @@ def _grouped_wgrad_kernel(
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, *, add: bool = False, skip: bool = False) -> None:
+def _launch(
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    a: torch.Tensor,
+    offs: torch.Tensor,
+    *,
+    add: bool = False,
+    skip: bool = False,
+    grad_map: torch.Tensor | None = None,
+) -> None:
     """out (G, N, K) = or += grad (M, N).T @ a (M, K) of every group, or of every one with rows; offs int32."""
     (G, N, K), M = out.shape, a.shape[0]
     tile, float32 = gemm_tile(grad, a)
@@ -85,6 +100,7 @@ def _launch(out: torch.Tensor, grad: torch.Tensor, a: torch.Tensor, offs: torch.
             "grad": grad,
             "grad_row": grad.stride(0),
             "grad_column": grad.stride(1),
+            "grad_map": grad_map,
             "a": a,
             "a_row": a.stride(0),
             "a_column": a.stride(1),
@@ -112,6 +128,7 @@ def grouped_wgrad_hp(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
     accumulate: bool = False,
+    grad_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """grad[rows of g].T @ a[rows of g] for every group g, summed in float32.
 
@@ -119,12 +136,19 @@ def grouped_wgrad_hp(
 
     Args:
         grad: (M, N) bf16 or float32.  a: (M, K), the same or the other of the two.  offs: (G,) int32 or int64 END offsets on the device.
-        out, accumulate: as in the reference.
+        out, accumulate, grad_map: as in the reference.  A gradient beside an `a` of few columns is read through its map, others are
+            gathered first.
 
     Returns:
         (G, N, K) `out_dtype`, zero for an empty group; `out` if given.
     """
     offs = check_operands("grouped_wgrad_hp", grad, a, offs, offs.shape[0])
+    reads_map = grad_map is not None and out is None and grad_map.shape == a.shape[:1] and a.shape[1] <= tiles.NARROW_COLUMNS
+    if reads_map and a.numel() and grad.shape[1]:
+        made = torch.empty((offs.shape[0], grad.shape[1], a.shape[1]), dtype=out_dtype, device=a.device)
+        _launch(made, grad, a, offs, grad_map=grad_map)
+        return made
+    grad = grad if grad_map is None else gather_rows(grad, grad_map, offs[-1:])
     (M, N), K, G = grad.shape, a.shape[1], offs.shape[0]
     if a.shape[0] != M:
         raise ValueError(f"grouped_wgrad_hp: grad {tuple(grad.shape)} with a {tuple(a.shape)}, want (M, N) with (M, K)")

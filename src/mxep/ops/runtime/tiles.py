@@ -173,6 +173,11 @@ INDEX_ROWS, INDEX_WARPS = 1024, 4  # padded rows per program of the row map
 INVERT_ROWS = 256  # entries per program of a map that is turned around
 GEMM_BF16 = GemmTile(rows=128, columns=128, depth=64, warps=8, stages=3)
 GEMM_FLOAT32 = GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2)
+# Of a LoRA's rows: depth of the first product and columns of the second one; not tuned on a GPU
+LORA = {
+    "bf16": GemmTile(rows=64, columns=64, depth=64, warps=4, stages=3),
+    "float32": GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2),
+}
 NARROW_COLUMNS = 16  # the most that these tiles of a wgrad take: a bias's gradient, of rows that are read once
 WGRAD_NARROW = {
     "bf16": GemmTile(rows=64, columns=16, depth=128, warps=8, stages=4),
