@@ -572,8 +572,9 @@ def sanitizer_line(records: Records) -> str:
         passed, failed, errors = (sum(found[kind] for found in record["files"].values()) for kind in ("passed", "failed", "errors"))
         missing = record.get("missing")  # older records are whole
         runs.setdefault(record["benchmark"].removeprefix("sanitizer_"), []).append(
-            f"{errors} errors in {passed} passed and {failed} failed tests on {device_title(record['device'])} "
-            f"({_commits(record['files'].values())})" + (f", without the tests of {', '.join(missing)}" if missing else "")
+            f"{errors} errors in {passed} passed and {failed} failed tests on {device_title(record['device'])}\n"
+            f"({_commits(record['files'].values())})"
+            + (f", without those of {len(missing)} of {len(missing) + len(record['files'])} files" if missing else "")
         )
     return "\n".join(f"The kernels' tests under compute-sanitizer {tool}: {'; '.join(found)}." for tool, found in runs.items())
 
