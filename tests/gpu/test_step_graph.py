@@ -129,3 +129,4 @@ def test_a_step_that_waits_for_the_gpu_says_so(tmp_path: Path, nccl: torch.devic
         done(run)
     with pytest.raises(RuntimeError, match=r"--cuda-graph: this step cannot be recorded, give --no-cuda-graph: .*captur"):
         run.step()
+    assert torch.rand(2, device=nccl).isfinite().all()  # random numbers go on

@@ -39,6 +39,8 @@ def capture_on_gpu(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tens
             result = work()
     except Exception as error:
         first = error.__context__ or error  # a failed capture fails once more at its end
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())  # the old one still believes that it is recorded, and draws no more
         raise RuntimeError(f"train: --cuda-graph: this step cannot be recorded, give --no-cuda-graph: {first}") from error
     return graph.replay, result
 
