@@ -27,7 +27,8 @@ def test_records_and_tables() -> None:
         assert set(record["errors"]) == set(record["saved_bytes"]) == set(record["host_us"]) == arms
         for arm, errors in record["errors"].items():
             assert list(errors) == list(peers.RESULTS)
-            assert all(0 < error["all"] <= min(error["row"], error["column"]) for error in errors.values()), arm
+            assert all(0 < error["all"] for error in errors.values()), arm
+            assert all(error["all"] <= min(error["row"], error["column"]) for name, error in errors.items() if "dw" not in name), arm
         assert all(record["errors"]["bf16"][name]["all"] < record["errors"]["mx"][name]["all"] / 8 for name in peers.RESULTS)
         assert record["errors"]["mx_kept"] == record["errors"]["mx"]
         assert record["saved_bytes"]["mx"] == record["saved_bytes"]["hp"] < record["saved_bytes"]["bf16"] < record["saved_bytes"]["torch"]
@@ -58,6 +59,20 @@ def test_worst_row_and_column() -> None:
     got[0, 0, 0] = torch.nan
     assert all(error != error for error in peers.relative_errors(want, got).values())
     assert peers.relative_errors(torch.zeros(2, 2), torch.eye(2)) == dict.fromkeys(("all", "row", "column"), torch.inf)
+
+
+def test_rows_of_weights_are_those_of_experts_with_enough_tokens() -> None:
+    problem = peers.PeersProblem(SETTING, "tiny", peers.Shape(64, 32, 32, 3, 1), "random")
+    want = torch.ones(3, 64, 32)
+    for tokens, rows in (([32, 31, 1], [1.25, 9.0, 9.0]), ([22, 22, 20], [9.0, 9.0, 9.0])):
+        problem.choices = torch.arange(3).repeat_interleave(torch.tensor(tokens)).unsqueeze(1)
+        got = want.clone()
+        got[:, 5] = torch.tensor(rows).unsqueeze(1)
+        errors = problem._errors("dw1", want, got)
+        assert errors.pop("all") > 0.25
+        assert errors == ({"row": 0.25, "column": pytest.approx(0.03125)} if max(tokens) >= 32 else {})
+        assert peers.error_problem("mx", {"dw1": errors | {"all": 0.1}}) is None
+        assert peers.error_problem("mx", {"dw1": problem._errors("dx", want, got)}) is not None
 
 
 @pytest.mark.parametrize("wrong", ["a row", "all", "nan"])

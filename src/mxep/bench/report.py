@@ -234,7 +234,7 @@ def _peers_table(record: Record) -> str:
     for arm, errors in record["errors"].items():
         total = ms[f"{arm}_total"]
         times = (f"{ms[f'{arm}_{stage}']:.2f}" for stage in ("forward", "backward", "total"))
-        off = (f"{error['all']:.2%} / {error['row']:.1%}" for error in errors.values())
+        off = (f"{error['all']:.2%} / {error['row']:.1%}" if "row" in error else f"{error['all']:.2%}" for error in errors.values())
         kept, host_ms = f"{record['saved_bytes'][arm] / 2**20:.0f}", f"{record['host_us'][arm] / 1e3:.2f}"
         rows.append([f"`{arm}`", *times, f"{ms[f'{peers.COMPILED}_total'] / total:.2f}x", *off, kept, host_ms])
     sizes = ", ".join(f"{key} {shape[key]}" for key in "TDHE")
