@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,8 +16,8 @@ pytest.importorskip("transformers", minversion="5.23", reason="the library that 
 from tests.integrations.test_transformers_5 import build
 
 from mxep.integrations import transformers_5
+from mxep.integrations.transformers_liger import _forward_with_liger, convert_norm, convert_rotary, rms_norm_form, rotary_form
 from mxep.integrations.transformers_loss import _Targets
-from mxep.integrations.transformers_norms import convert_norm, rms_norm_form
 
 pytestmark = pytest.mark.gpu
 MX = "mxfp8_wgrad_with_mx"
@@ -44,7 +45,7 @@ def test_loss_and_gradients(family: str) -> None:
 def test_the_loss_needs_no_host_sync(no_sync: Callable[[], AbstractContextManager[None]]) -> None:
     """The projection alone: attention and masks of transformers are not ours."""
     model = build("Qwen3Moe").to(torch.bfloat16).cuda().train()
-    transformers_5.accelerate(model, MX, experts=False, norms=False, linears=None, head_recipe=MX)
+    transformers_5.accelerate(model, MX, experts=False, norms=False, rotary=False, linears=None, head_recipe=MX)
     hidden = torch.randn(4, 128, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     labels, count = torch.randint(256, (512,), device="cuda"), torch.tensor(500, device="cuda")
     model.forward.args[1].targets = _Targets(labels, count)
@@ -70,3 +71,28 @@ def test_norms_of_liger_kernel(family: str) -> None:
         results.append((y.detach(), *torch.autograd.grad(y, (x, norm.weight), grad)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss"])
+def test_rotary_embedding_of_liger_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("liger_kernel", reason="an optional extra")
+    model = build(family).to(torch.bfloat16).cuda().train()
+    tokens = torch.randint(3, 256, (2, 96), device="cuda")
+    results, launches = [], []
+    rope = importlib.import_module("liger_kernel.transformers.rope")
+    real = rope.liger_rotary_pos_emb
+    monkeypatch.setattr(rope, "liger_rotary_pos_emb", lambda *args, **kwargs: launches.append(1) or real(*args, **kwargs))
+    _forward_with_liger.cache_clear()
+    for converts in (False, True):
+        if converts:
+            attention = [module for module in model.modules() if rotary_form(module) is not None]
+            for module in attention:
+                convert_rotary(module)
+        model.zero_grad()
+        logits = model(input_ids=tokens).logits
+        logits.float().square().mean().backward()
+        grads = [layer.self_attn.q_proj.weight.grad.clone() for layer in model.model.layers]
+        results.append((logits.detach(), *grads))
+    assert len(launches) == len(attention) == 2
+    for one, other in zip(*results, strict=True):
+        assert sqnr_db(one, other) > 25

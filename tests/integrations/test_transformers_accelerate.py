@@ -19,7 +19,17 @@ from tests.integrations.test_transformers_5 import build  # noqa: E402
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from mxep.integrations import transformers_5, transformers_loss  # noqa: E402
-from mxep.integrations.transformers_norms import RMSNormForm, convert_norm, rms_norm_form, why_norms_stay  # noqa: E402
+from mxep.integrations.transformers_liger import (  # noqa: E402
+    RMSNormForm,
+    RotaryForm,
+    _forward_with_liger,
+    _liger_rotary,
+    convert_norm,
+    convert_rotary,
+    rms_norm_form,
+    rotary_form,
+    why_modules_stay,
+)
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
 from mxep.parallel import MXLinear, quantize_base  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
@@ -59,7 +69,7 @@ def test_a_model_trains_as_before_and_is_undone(family: str) -> None:
     done = transformers_5.accelerate(model, MX, linears=FAMILIES[family], head_recipe=MX)
     kinds = [what.split(",")[0] for what in done.converted.values()]
     assert (kinds.count("experts"), kinds.count("linear") > 0, kinds.count("loss in chunks of tokens")) == (2, True, 1)
-    assert list(done.left) == ["norms"]
+    assert list(done.left) == ["norms", "rotary"]
     assert "need a GPU, and the model is on cpu" in str(done)
     output = model(**inputs)
     assert output.logits is None
@@ -320,4 +330,60 @@ def test_a_converted_norm_on_a_cpu_is_the_models_own() -> None:
     assert torch.equal(norm(x), want)
     undo()
     assert "forward" not in vars(norm)
-    assert "need a GPU" in str(why_norms_stay(model))
+    assert "need a GPU" in str(why_modules_stay(model))
+
+
+def test_forms_of_rotary_embeddings() -> None:
+    forms = {}
+    for family in ("Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss", "Qwen3Next"):
+        found = {rotary_form(module) for module in model_of(family).modules()} - {None}
+        forms[family] = next(iter(found), None)
+        assert len(found) <= 1
+    assert forms == {
+        "Qwen3Moe": RotaryForm(1),
+        "Mixtral": RotaryForm(1),
+        "DeepseekV3": RotaryForm(1),
+        "GptOss": RotaryForm(2),
+        "Qwen3Next": RotaryForm(1),
+    }
+    assert rotary_form(nn.Linear(4, 4)) is None
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_a_converted_attention_calls_another_function(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that is the file's own, so results are the same bits; the file's global and other models stay."""
+    model, tokens = model_of(family).eval(), tokens_of(1)
+    attention = [module for module in model.modules() if rotary_form(module) is not None]
+    want, calls = model(input_ids=tokens).logits, []
+
+    def counted(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        calls.append(args)
+        return _liger_rotary(*args, **kwargs)
+
+    monkeypatch.setattr("mxep.integrations.transformers_liger._liger_rotary", counted)
+    _forward_with_liger.cache_clear()
+    undo = [convert_rotary(module) for module in attention]
+    copied = copy.deepcopy(model)
+    assert torch.equal(model(input_ids=tokens).logits, want)
+    assert len(calls) == len(attention) == 2
+    copied.model.layers[0].self_attn.o_proj.weight.data.zero_()  # the copy's forward is that of the copy
+    assert not torch.equal(copied(input_ids=tokens).logits, want)
+    calls.clear()
+    for one in undo:
+        one()
+    assert torch.equal(model(input_ids=tokens).logits, want)
+    assert calls == []
+    _forward_with_liger.cache_clear()
+
+
+@pytest.mark.parametrize(("family", "rotates"), [("Qwen3Moe", True), ("DeepseekV3", True), ("GptOss", True), ("Qwen3Next", False)])
+def test_rotary_embeddings_that_are_converted(family: str, rotates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with liger-kernel; Qwen3Next rotates a quarter of each head."""
+    monkeypatch.setattr(transformers_5, "why_modules_stay", lambda model: None)
+    model = model_of(family)
+    done = transformers_5.accelerate(model, experts=False, linears=None, norms=False)
+    converted = [name for name, what in done.converted.items() if what.startswith("rotary")]
+    assert len(converted) == (2 if rotates else 0), str(done)
+    assert ("rotary" in done.left) == (not rotates)
+    done.undo()
+    assert not any("forward" in vars(module) for module in model.modules())

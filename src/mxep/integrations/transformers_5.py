@@ -3,7 +3,7 @@
 `register()` makes the name "mxep" known there.  `experts_implementation="mxep"` computes a model's experts by a recipe, in one process or
 inside any parallelism of transformers; `DistributedConfig(..., ep_implementation="mxep")` exchanges tokens by it too.  Nothing of
 transformers is patched; parameters, their names and checkpoints are its own.  `accelerate()` converts one loaded model: its experts, the
-dense linear layers that gain, its loss, and its norms.
+dense linear layers that gain, its loss, its norms, and its rotary embeddings.
 
 before    tokens (T, D) of this rank, their choices (T, C) and scores (T, C), from the model's router
 after     (T, D), the experts' rows weighted and summed over a token's choices; float32, rounded once
@@ -45,8 +45,8 @@ try:
     from transformers.integrations.moe import ExpertsInterface
 
     from mxep.integrations.transformers_activations import activation_of
+    from mxep.integrations.transformers_liger import convert_norm, convert_rotary, rms_norm_form, rotary_form, why_modules_stay
     from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
-    from mxep.integrations.transformers_norms import convert_norm, rms_norm_form, why_norms_stay
 except ImportError as error:
     try:
         _got = importlib.metadata.version("transformers")
@@ -252,7 +252,7 @@ class Acceleration:
 
     Attributes:
         converted: names of modules, and what each computes by now.
-        left: names of modules, or "experts", "head", "norms" for all of a kind, and why each stays as it was.
+        left: names of modules, or "experts", "head", "norms", "rotary" for all of a kind, and why each stays as it was.
 
     Examples:
         >>> from mxep.integrations import transformers_5
@@ -294,8 +294,10 @@ def accelerate(
     head: bool = True,
     head_recipe: str | Recipe = "hp",
     norms: bool = True,
+    rotary: bool = True,
 ) -> Acceleration:
-    """Convert a loaded model of transformers for training, in place: experts, dense linear layers, projection to the vocabulary, norms.
+    """Convert a loaded model of transformers for training, in place: experts, dense linear layers, projection to the vocabulary, norms,
+    rotary embeddings.
 
     Parameters, their names, `save_pretrained` and `generate` stay as they are.  Call it before the model is sharded, compiled, or given to
     a trainer or to peft.  What cannot be converted stays as it is, and the result says why; it is logged too.
@@ -310,6 +312,7 @@ def accelerate(
             an output has no `logits`; in eval mode and without labels nothing changes.
         head_recipe: of that loss's products (docs/numerics.md has the errors of MXFP8).
         norms: RMSNorms by liger-kernel, on a GPU and if it is installed.
+        rotary: rotary embeddings of attention by liger-kernel, likewise.
 
     Returns:
         what was converted, what was left and why; its `undo()` takes everything back.
@@ -343,6 +346,8 @@ def accelerate(
         _accelerate_head(model, resolve_recipe(head_recipe), done)
     if norms:
         _accelerate_norms(model, done)
+    if rotary:
+        _accelerate_rotary(model, done)
     if not done.converted:
         raise ValueError(f"{where}: nothing of {type(model).__name__} can be converted\n{done}")
     _log.info("%s", done)
@@ -418,7 +423,7 @@ def _accelerate_head(model: PreTrainedModel, recipe: Recipe, done: Acceleration)
 
 
 def _accelerate_norms(model: PreTrainedModel, done: Acceleration) -> None:
-    if reason := why_norms_stay(model):
+    if reason := why_modules_stay(model):
         done.left["norms"] = reason
         return
     for name, module in model.named_modules():
@@ -430,3 +435,21 @@ def _accelerate_norms(model: PreTrainedModel, done: Acceleration) -> None:
         else:
             done._undo.append(convert_norm(module, form))
             done.converted[name] = "RMSNorm, liger-kernel"
+
+
+def _accelerate_rotary(model: PreTrainedModel, done: Acceleration) -> None:
+    if reason := why_modules_stay(model):
+        done.left["rotary"] = reason
+        return
+    widths = {2 * buffer.numel() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    before = len(done.converted)
+    for name, module in model.named_modules():
+        if "forward" in vars(module) or rotary_form(module) is None:
+            continue
+        if getattr(module, "qk_rope_head_dim", getattr(module, "head_dim", None)) in widths:
+            done._undo.append(convert_rotary(module))
+            done.converted[name] = "rotary embedding, liger-kernel"
+        else:
+            done.left[name] = "rotary embedding, of a part of each head"
+    if len(done.converted) == before:
+        done.left["rotary"] = "the model has none that liger-kernel computes"
