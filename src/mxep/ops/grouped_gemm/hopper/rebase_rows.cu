@@ -114,7 +114,7 @@ __device__ __forceinline__ void rebase(BlockScaleBytes& staged, int row_0, const
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, NUM_VALID ? 5 : 0)     // 0: as ptxas likes, which spills in the loop
+extern "C" __global__ void __launch_bounds__(32 * WARPS, NUM_VALID ? 3 : 0)     // 0: as ptxas likes, which spills in the loop
 rebase_rows(const u8* __restrict__ q, long long q_row, const u8* __restrict__ s, long long s_row, const int* __restrict__ row_map,
             int rows, int max_spread, u8* __restrict__ out, float* __restrict__ scale, float* __restrict__ block_scale,
             long long block_scale_row, u8* __restrict__ spread, const int* __restrict__ num_valid_rows) {
