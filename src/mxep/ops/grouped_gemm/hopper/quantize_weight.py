@@ -1,4 +1,4 @@
-"""Weights straight to what the FP8 GEMMs read: one pass from bf16 or float32 to e4m3 with one exponent per output column."""
+"""Weights straight to what the FP8 GEMMs read: one pass from bf16, float32 or MX to e4m3 with one exponent per output column."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class _Weight(ctypes.Structure):  # struct Weight
     _fields_ = [("first", _Part), ("second", _Part), *((name, ctypes.c_int) for name in ("split", "R", "C", "G"))]
 
 
+class _Scales(ctypes.Structure):  # struct Scales
+    _fields_ = [("first", _Part), ("second", _Part)]
+
+
 class _Results(ctypes.Structure):  # struct Results
     _fields_ = [(name, ctypes.c_void_p) for name in ("q", "qt", "scale", "scale_t", "turn", "seen")]
 
@@ -38,6 +42,7 @@ def options_of(item_bytes: int, rowwise: bool, columnwise: bool, rounds: bool, s
         "COLUMNS_TOO": columnwise,
         "FLOAT": item_bytes == 4,
         "ROUND": rounds,
+        "MX": item_bytes == 1,
         "SCALING": SCALING_MODES.index(scaling_mode),
         "ROW_WARPS": tile.row_warps,
         "COLUMN_WARPS": tile.column_warps,
