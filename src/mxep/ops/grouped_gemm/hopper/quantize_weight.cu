@@ -19,7 +19,7 @@ struct Weight {                                          // two weights (G, R, C
   int split, R, C, G;
 };
 
-struct Scales { Part first, second; };                   // of an MX weight: (G, R, C/32) bytes, joined along R as well
+struct WeightScales { Part first, second; };             // of an MX weight: (G, R, C/32) bytes, joined along R as well
 
 struct Results {                                         // contiguous; counters and scales are 0 when the kernel starts
   u8 *q, *qt;                                            // (G, R, C), (G, C, R)
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_mx(u32 (&v)[8][4], const u8* at, long long 
   }
 }
 
-__device__ __forceinline__ void load_tile(u32 (&v)[8][4], const Weight& w, const Scales& scales, Tile tile, Lane at, u64 policy) {
+__device__ __forceinline__ void load_tile(u32 (&v)[8][4], const Weight& w, const WeightScales& scales, Tile tile, Lane at, u64 policy) {
   const int r = tile.row + at.row, c = tile.column + at.column;
   const Part part = r < w.split ? w.first : w.second;
   const u8* from = part.x + tile.group * part.group_bytes + (r < w.split ? r : r - w.split) * part.row_bytes;
@@ -222,7 +222,7 @@ __device__ __forceinline__ void write(const uint4* row_tile, const uint4* column
 
 enum Kind { END, FIND, WRITE };                          // of a turn
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) quantize_weight(Weight w, Results out, Scales scales) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) quantize_weight(Weight w, Results out, WeightScales scales) {
   extern __shared__ uint4 memory[];
   uint4 *column_tile = memory, *row_tile = column_tile + (COLUMNS_TOO ? COLUMNS * COLUMN_CHUNKS : 0);
   int* tops = (int*)(row_tile + (ROWS_TOO ? ROWS * ROW_CHUNKS : 0));
