@@ -118,5 +118,5 @@ def test_no_host_sync_and_memory() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     one_layer = stored // 2
-    assert torch.cuda.max_memory_allocated() - before < 5 * one_layer, "one layer's values in bf16 and their forms, at a time"
+    assert torch.cuda.max_memory_allocated() - before < 5 * one_layer, "one layer's bytes and forms, at a time"
     assert torch.cuda.memory_allocated() - before < one_layer // 4

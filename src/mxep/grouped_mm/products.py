@@ -359,9 +359,9 @@ class Weights:
         assert self.gemm is not None
         first, second = self._frozen[0], self._frozen[1] if len(self._frozen) > 1 else None
         if GEMM_PATHS[path].granularity is not None and (second is None or not (first.transposed or second.transposed)):
-            other, other_scale = (None, None) if second is None else (second.qdata, second.scale)
-            mx = first.qdata, other, self.gemm.mode, False, True, False, first.scale, other_scale
-            return RebasedWeight(*direct.quantize_weight(*mx))
+            qdata, scale = (None, None) if second is None else (second.qdata, second.scale)
+            made = direct.quantize_weight(first.qdata, qdata, self.gemm.mode, False, True, scale=first.scale, second_scale=scale)
+            return RebasedWeight(*made)
         values = [dequantize_data(part, torch.bfloat16) for part in self._frozen]
         (form,) = Weights(values[0], None if second is None else values[1], self.gemm)._make((which,), path)
         return form
