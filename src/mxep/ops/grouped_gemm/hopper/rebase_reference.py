@@ -252,9 +252,10 @@ def check_weight(
 
 def _check_scale(where: str, name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
     """Raise ValueError unless an MX weight (G, R, C) has its scale, and another one none."""
-    is_mx, shape = weight.dtype == torch.float8_e4m3fn, (*weight.shape[:-1], weight.shape[-1] // MX_BLOCK)
+    is_mx = weight.dtype == torch.float8_e4m3fn
     if scale is None and not is_mx:
         return
+    shape = (*weight.shape[:-1], weight.shape[-1] // MX_BLOCK)
     fits = scale is not None and scale.shape == shape and scale.dtype == torch.float8_e8m0fnu and scale.device == weight.device
     if not (is_mx and fits):
         got = "None" if scale is None else f"{tuple(scale.shape)} {scale.dtype} on {scale.device}"
