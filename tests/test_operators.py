@@ -308,6 +308,8 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil", True, True, True),
         (torch.randn(2, K, N).bfloat16().transpose(1, 2), None, "floor", False, True),
         (torch.randn(2, N, K).bfloat16(), torch.randn(2, 0, K).bfloat16(), "rceil", True, False),
+        (mx(2, N, K)[0], mx(2, 32, K)[0], "rceil", False, True, False, mx(2, N, K)[1], mx(2, 32, K)[1]),
+        (mx(2, N, K)[0], None, "floor", True, True, {"scale": mx(2, N, K)[1]}),
     ],
     "grouped_mm_mx": lambda: [
         (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path()),

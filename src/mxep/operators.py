@@ -100,9 +100,9 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.quantize_weight"): (
         # weights (G, R, C) and (G, S, C) joined along R, one exponent per row: e4m3 (G, R + S, C) with scales (G, R + S) float32, and of
-        # the transpose (G, C, R + S) with (G, C)
-        "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False) -> "
-        "Tensor[]",
+        # the transpose (G, C, R + S) with (G, C); of MX weights, which have scales (G, R, C/32) and (G, S, C/32) e8m0, the values in bf16
+        "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False, "
+        "Tensor? scale=None, Tensor? second_scale=None) -> Tensor[]",
     ),
     ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.quantize_rows"): (
         # rows (T, D) rebased (data, scale, block_scale of RebasedRows) with scales of that granularity; with mx first in MX (qdata, scale)

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 import mxep
 from mxep.device import FP8_PATHS, available_gemm_paths
 from mxep.grouped_mm.function import expert_mm
+from mxep.grouped_mm.products import Weights, gemm_options
 from mxep.moe import ExpertLora, FusedMoE, MoEConfig, fused_experts
 from mxep.mx import MXWeight
+from mxep.operators import direct
 from mxep.recipe import Recipe
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +48,25 @@ def test_one_gemm(path: str, transposed: bool) -> None:
     (out, dx), (want, want_dx) = results
     assert sqnr(want, out) > 45
     assert torch.equal(dx, want_dx)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("path", FP8_PATHS)
+@pytest.mark.parametrize(("which", "transposed"), [("dgrad", False), ("forward", True)])
+def test_the_other_form_from_the_bytes_is_that_of_the_values(
+    which: str, transposed: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One weight, and two that are concatenated; the values in bf16 are never made."""
+    skip_unless(path)
+    gemm = gemm_options(torch.device("cuda"), torch.bfloat16, path, "hp", "rceil", False)
+    gate, up = (MXWeight.of(draw(L, *((K, N) if transposed else (N, K)), seed=seed, scale=K**-0.5)) for seed in (0, 1))
+    pairs = [(gate.transpose(-2, -1), None)] if transposed else [(gate, None), (gate, up)]
+    plain = [[part if part is None else part.dequantize() for part in pair] for pair in pairs]
+    wanted = [Weights(*pair, gemm).quantized(which) for pair in plain]
+    monkeypatch.setattr(direct, "dequantize", lambda *_: pytest.fail("dequantised"))
+    for pair, want in zip(pairs, wanted, strict=True):
+        for a, b in zip(Weights(*pair, gemm).quantized(which), want, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.usefixtures("poison")
@@ -97,5 +118,5 @@ def test_no_host_sync_and_memory() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     one_layer = stored // 2
-    assert torch.cuda.max_memory_allocated() - before < 5 * one_layer, "one layer's values in bf16 and their forms, at a time"
+    assert torch.cuda.max_memory_allocated() - before < 5 * one_layer, "one layer's bytes and forms, at a time"
     assert torch.cuda.memory_allocated() - before < one_layer // 4

@@ -7,6 +7,7 @@ import torch
 
 from mxep.grouped_mm import products
 from mxep.grouped_mm.function import _GroupedMM
+from mxep.mx import MXWeight
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
 
 
@@ -38,3 +39,33 @@ def test_plain_rows_of_an_fp8_path_are_quantised_in_one_pass(wgrad: str, forms: 
     assert torch.equal(y, torch.ops.mxep.grouped_mm_mx(*rows[:2], *w_mx[0], offs, x.dtype, "reference"))
     assert x.grad is not None
     assert (w.grad is None) == (wgrad == "none")
+
+
+def frozen(*transposed: bool) -> list[MXWeight]:
+    """Weights (2, 64, 96) and (2, 32, 96), or the first alone; of a transposed one the blocks run along N."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(2, *((96, N) if swap else (N, 96)), generator=generator) for N, swap in zip((64, 32), transposed, strict=False)]
+    made = [MXWeight.of(weight.bfloat16()) for weight in weights]
+    return [weight.transpose(-2, -1) if swap else weight for weight, swap in zip(made, transposed, strict=True)]
+
+
+@pytest.mark.parametrize("path", ["fp8", "reference"])
+@pytest.mark.parametrize(
+    ("which", "transposed"),
+    [
+        *(("dgrad", (False,)), ("dgrad", (False, False)), ("dgrad", (False, True))),
+        *(("forward", (True,)), ("forward", (True, True)), ("forward", (True, False))),
+    ],
+)
+def test_the_other_form_of_frozen_weights(which: str, transposed: tuple[bool, ...], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that their values give; for an FP8 path without these values in memory, except of a transposed weight beside another."""
+    parts, made, dequantize = frozen(*transposed), [], products.direct.dequantize
+    values = torch.cat([part.dequantize() for part in parts], 1)
+    want = products._quantize_weight(values if which == "forward" else values.transpose(-2, -1), "rceil")
+    want = products.direct.rebase_weight(*want) if path == "fp8" else want
+    monkeypatch.setattr(products.direct, "dequantize", lambda *arguments: (made.append(arguments[2]), dequantize(*arguments))[1])
+    gemm = products.GemmOptions(torch.bfloat16, "hp", "rceil", path, path, False)
+    got = products.Weights(parts[0], parts[1] if len(parts) > 1 else None, gemm).quantized(which)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
+    through_values = path == "reference" or (len(parts) > 1 and any(transposed))
+    assert made == [torch.bfloat16] * len(parts) * through_values

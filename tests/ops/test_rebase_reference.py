@@ -17,8 +17,14 @@ from mxep.ops.grouped_gemm.hopper import quantize_weight as weight_kernel
 from mxep.ops.grouped_gemm.hopper import rebase as rebase_kernels
 from mxep.ops.grouped_gemm.hopper import rebase_reference as reference
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
-from mxep.ops.quantize.reference import quantize, quantize_columnwise
+from mxep.ops.quantize.reference import dequantize, quantize, quantize_columnwise
+from mxep.recipe import SCALING_MODES
 from mxep.reference import grouped_mm_mx
+
+
+def mx_weight(G: int, R: int, C: int) -> tuple[torch.Tensor, torch.Tensor]:
+    qdata, scale = mx_bytes(G * R, C, seed=R)
+    return qdata.view(G, R, C), scale.view(G, R, C // 32)
 
 
 def bytes_of(qdata: torch.Tensor) -> torch.Tensor:
@@ -67,6 +73,18 @@ def test_a_weights_forms_are_those_of_its_mx_bytes():
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("mode", SCALING_MODES)
+def test_an_mx_weight_has_the_forms_of_its_values(mode: str):
+    (first, scale), (second, second_scale) = mx_weight(3, 64, 96), mx_weight(3, 32, 96)
+    values = [dequantize(*part, torch.bfloat16) for part in ((first, scale), (second, second_scale))]
+    for forms in ((True, True), (True, False), (False, True)):
+        got = reference.quantize_weight(first, second, mode, *forms, False, scale, second_scale)
+        want = reference.quantize_weight(*values, mode, *forms)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
+    alone = reference.quantize_weight(first, None, mode, False, True, scale=scale)
+    assert torch.equal(alone[1], reference.quantize_weight(values[0], None, mode, False, True)[1])
+
+
 def test_a_weight_that_does_not_fit_is_refused():
     x = torch.randn(2, 64, 96)
     for arguments, message in (
@@ -78,6 +96,27 @@ def test_a_weight_that_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             reference.quantize_weight(*arguments)
+
+
+@pytest.mark.parametrize("home", [reference, weight_kernel], ids=["reference", "launcher"])
+def test_an_mx_weight_without_its_scale_is_refused(home: ModuleType):
+    x, (qdata, scale), (other, other_scale) = torch.randn(2, 64, 96), mx_weight(2, 64, 96), mx_weight(2, 32, 96)
+    for arguments, got, want, do in (
+        ((qdata, None), "scale=None of a weight (2, 64, 96) torch.float8_e4m3fn", "(2, 64, 3) float8_e8m0fnu on cpu", "same MX weight"),
+        ((qdata, None, scale[:, :, :2]), "scale=(2, 64, 2) torch.float8_e8m0fnu", "(2, 64, 3) float8_e8m0fnu", "same MX weight"),
+        ((qdata, None, scale.view(torch.uint8)), "scale=(2, 64, 3) torch.uint8", "(2, 64, 3) float8_e8m0fnu", "same MX weight"),
+        ((qdata, None, scale.to("meta")), "torch.float8_e8m0fnu on meta", "(2, 64, 3) float8_e8m0fnu on cpu", "same MX weight"),
+        ((x, None, scale), "scale=(2, 64, 3)", "None", "leave it out"),
+        ((qdata, other, scale), "second_scale=None of a weight (2, 32, 96)", "(2, 32, 3)", "same MX weight"),
+        ((qdata, other, scale, scale), "second_scale=(2, 64, 3)", "(2, 32, 3)", "same MX weight"),
+        ((qdata, None, scale, other_scale), "second=None with second_scale (2, 32, 3)", "both or neither", "pass second too"),
+    ):
+        first, second, *scales = arguments
+        with raises_naming("quantize_weight: ", got, f"want {want}", do):
+            home.quantize_weight(first, second, "rceil", False, True, False, *scales)
+    for first, own, message in ((qdata[:, :48], scale[:, :48], "dimension -2"), (qdata[..., :80], scale[..., :2], "dimension -1")):
+        with pytest.raises(ValueError, match=f"{message}.*not a multiple of 32"):
+            home.quantize_weight(first, None, "rceil", False, True, False, own)
 
 
 @pytest.mark.parametrize("name", ["fp8_grouped_mm", "fp8_wgrad"])

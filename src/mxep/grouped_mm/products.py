@@ -345,15 +345,26 @@ class Weights:
         key, writes = (which, self.gemm.mode, path, *map(id, keeps)), [kept.writes for kept in keeps]
         if len(keeps) == len(self._frozen) and key in keeps[0].forms and keeps[0].forms[key][0] == writes:
             return keeps[0].forms[key][1]  # type: ignore[no-any-return]
-        (form,) = Weights(*self._dequantized(), self.gemm)._make((which,), path)
+        form = self._quantized_again(which, path)
         if len(keeps) == len(self._frozen):
             keeps[0].forms[key] = writes, form
         return form
 
-    def _dequantized(self) -> tuple[Tensor, Tensor | None]:
-        """Both frozen parts in bf16, which holds e4m3 times a power of two exactly."""
-        first, *rest = (dequantize_data(part, torch.bfloat16) for part in self._frozen)
-        return first, rest[0] if rest else None
+    def _quantized_again(self, which: str, path: str) -> QuantizedWeight:
+        """The values of frozen weights in bf16, which holds e4m3 times a power of two exactly, quantised along the other dimension.
+
+        For an FP8 path one pass reads the bytes, and the values are never in memory; except where one of two weights is transposed, which
+        that pass cannot join.
+        """
+        assert self.gemm is not None
+        first, second = self._frozen[0], self._frozen[1] if len(self._frozen) > 1 else None
+        if GEMM_PATHS[path].granularity is not None and (second is None or not (first.transposed or second.transposed)):
+            qdata, scale = (None, None) if second is None else (second.qdata, second.scale)
+            made = direct.quantize_weight(first.qdata, qdata, self.gemm.mode, False, True, scale=first.scale, second_scale=scale)
+            return RebasedWeight(*made)
+        values = [dequantize_data(part, torch.bfloat16) for part in self._frozen]
+        (form,) = Weights(values[0], None if second is None else values[1], self.gemm)._make((which,), path)
+        return form
 
     def _make(self, names: tuple[str, ...], path: str) -> Sequence[QuantizedWeight]:
         """The forms of these names, as the GEMM path reads them: MX bytes, or e4m3 with one exponent per output column."""

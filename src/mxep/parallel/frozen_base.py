@@ -6,8 +6,9 @@ dequantised values (everything else: torch.nn.Linear, torch's grouped GEMM).
 forward   the bytes, which were rounded once.  On Hopper's FP8 path a copy with one exponent per output column, one byte a value, which is
           dropped after the GEMM
 backward  dgrad contracts over the other dimension: the values, exact in bf16, are quantised again along that dimension, one layer at a
-          time, and dropped.  They keep their significands: only values below 2^-13.8 of the largest in their new block change, by at most
-          2^-17.8 of it (docs/numerics.md).  Recipes with GEMMs in high precision read the values themselves.  Weights have no gradients
+          time, and dropped; on Hopper's FP8 path in one pass over the bytes.  They keep their significands: only values below 2^-13.8 of
+          the largest in their new block change, by at most 2^-17.8 of it (docs/numerics.md).  Recipes with GEMMs in high precision read
+          the values themselves.  Weights have no gradients
 """
 
 from __future__ import annotations

@@ -42,20 +42,16 @@ __device__ __forceinline__ Codes load_codes(const u8* at, const u8* scales) {
   else
     return {{__ldg((const uint2*)at)}, {first}};
 }
-__device__ __forceinline__ void unpack4(float* to, u32 codes, float scale) {
-  asm("{ .reg .b16 a, b; .reg .b32 p, q; mov.b32 {a, b}, %4; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
-      "mov.b32 {a, b}, p; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; mov.b32 {a, b}, q; cvt.f32.f16 %2, a; cvt.f32.f16 %3, b; }"
-      : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(codes));
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to[i] *= scale;
-}
 __device__ __forceinline__ Floats values_of(const Codes& x) {
   float v[PARTS][8];
 #pragma unroll
   for (int i = 0; i < PARTS; ++i) {
     const float scale = x.exponent[i] == 255 ? __uint_as_float(0x7FC00000) : power_of_two(x.exponent[i]);
-    unpack4(v[i], x.part[i].x, scale);
-    unpack4(v[i] + 4, x.part[i].y, scale);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (k % 4 == 0) unpack4(k ? x.part[i].y : x.part[i].x, v[i] + k);
+      v[i][k] *= scale;
+    }
   }
   Floats o;
 #pragma unroll

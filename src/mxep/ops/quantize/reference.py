@@ -13,6 +13,7 @@ from mxep.shapes import E4M3_MAX, MX_BLOCK, record_bytes
 
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
+QUANTISABLE = torch.bfloat16, torch.float32, torch.float16
 _MANTISSA = 0x007FFFFF
 
 
@@ -48,9 +49,9 @@ def _multiplier(exponent: torch.Tensor, scaling_mode: str) -> torch.Tensor:
     return torch.where(exponent == 0, _LEAST_MULTIPLIER[scaling_mode], factor)
 
 
-def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str) -> None:
+def check_input(where: str, x: torch.Tensor, dim: int, scaling_mode: str, dtypes: tuple[torch.dtype, ...] = QUANTISABLE) -> None:
     """Raise ValueError unless x can be quantised along `dim`; references and launchers ask alike."""
-    if x.dtype not in (torch.bfloat16, torch.float32, torch.float16):
+    if x.dtype not in dtypes:
         raise ValueError(f"{where}: x is {x.dtype}, want bfloat16 or float32; convert it first")
     if x.shape[dim] % MX_BLOCK:
         raise ValueError(f"{where}: dimension {dim} of {tuple(x.shape)} is not a multiple of {MX_BLOCK} (one MX block); pad it")

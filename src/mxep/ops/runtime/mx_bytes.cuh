@@ -36,6 +36,13 @@ __device__ __forceinline__ u32 pack4(u32 a, u32 b, u32 c, u32 d) {
   return o;
 }
 
+// Four e4m3 bytes -> four float32, exactly.
+__device__ __forceinline__ void unpack4(u32 bytes, float* to) {
+  asm("{ .reg .b16 a, b; .reg .b32 p, q; mov.b32 {a, b}, %4; cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b;"
+      "mov.b32 {a, b}, p; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; mov.b32 {a, b}, q; cvt.f32.f16 %2, a; cvt.f32.f16 %3, b; }"
+      : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(bytes));
+}
+
 // From the float32 bits of a block's largest magnitude (NaN > Inf > numbers): its e8m0, which is the exponent - 8, RCEIL one more above
 // mantissa 1.75, and what brings the block to e4m3's range, as float32 bits: for exponent 0 as in the reference, NaN for a bad block.
 // At 1.75 * 2^-119 and one bit the quotient of RCEIL's definition rounds down to a power of two: still exponent 0.

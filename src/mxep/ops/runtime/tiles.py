@@ -164,6 +164,7 @@ WEIGHT = {  # by bytes of an element
     2: WeightTile(row_warps=4, column_warps=2, min_blocks=4, lag=264, item_bytes=2),
     4: WeightTile(row_warps=4, column_warps=4, min_blocks=2, lag=132, item_bytes=4),
 }
+WEIGHT[1] = WEIGHT[2]  # of an MX weight, whose values become bf16 in registers; not tuned on a GPU
 PLAN_TOKENS, PLAN_ROWS, PLAN_WARPS = 128, 1024, 4  # of small integers; not tuned on a GPU
 PLAN_CHOICES = 1024  # of a program that sorts them; not tuned on a GPU
 ROUTER_SCORES, ROUTER_WARPS = 2048, 4  # of a program; not tuned on a GPU

@@ -1,5 +1,5 @@
-// A grouped weight, bf16 or float32, to e4m3 with one exponent per row of each group, along its rows (ROWS_TOO) and transposed, along its
-// columns (COLUMNS_TOO): what the GEMMs of forward and dgrad read.  Reference: rebase_reference.quantize_weight.
+// A grouped weight, bf16, float32 or MX, to e4m3 with one exponent per row of each group, along its rows (ROWS_TOO) and transposed, along
+// its columns (COLUMNS_TOO): what the GEMMs of forward and dgrad read.  Reference: rebase_reference.quantize_weight.
 // Include after hopper.cuh, mx_bytes.cuh and quantize/tile.cuh.
 //
 // The bytes are those of MX blocks that are rebased to the largest exponent of their row or column.  That exponent needs the whole group,
@@ -10,13 +10,16 @@
 // Blocks of threads draw turns in order, so a turn waits only for turns that other running blocks have drawn.
 
 // Constants that the launcher puts in front, beside those of tile.cuh.
-// COLUMNS_TOO: the transposed form is wanted.  ROUND: float32 is rounded to bf16 first.  LAG: in tiles.  MIN_BLOCKS: on a multiprocessor.
+// COLUMNS_TOO: the transposed form is wanted.  ROUND: float32 is rounded to bf16 first.  MX: x is e4m3 with an e8m0 scale per 32 columns,
+// which becomes bf16 in registers.  LAG: in tiles.  MIN_BLOCKS: on a multiprocessor.
 
 struct Part { const u8* x; long long group_bytes, row_bytes; };
 struct Weight {                                          // two weights (G, R, C) joined along R; `split` rows of each group are the first's
   Part first, second;
   int split, R, C, G;
 };
+
+struct WeightScales { Part first, second; };             // of an MX weight: (G, R, C/32) bytes, joined along R as well
 
 struct Results {                                         // contiguous; counters and scales are 0 when the kernel starts
   u8 *q, *qt;                                            // (G, R, C), (G, C, R)
@@ -43,11 +46,47 @@ __device__ __forceinline__ void load(u32 (&v)[8][4], const u8* at, long long row
   }
 }
 
-__device__ __forceinline__ void load_tile(u32 (&v)[8][4], const Weight& w, Tile tile, Lane at, u64 policy) {
+// Of each row 8 bytes of e4m3 into two words, and their block's scale into the third.
+__device__ __forceinline__ void load_mx(u32 (&v)[8][4], const u8* at, long long row_bytes, const u8* scale, long long scale_row_bytes,
+                                        bool valid, u64 policy) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i][0] = v[i][1] = v[i][2] = 0;
+    if (valid) {
+      asm volatile("ld.global.nc.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+                   : "=r"(v[i][0]), "=r"(v[i][1]) : "l"(at + i * row_bytes), "l"(policy));
+      asm volatile("ld.global.nc.L2::cache_hint.u8 %0, [%1], %2;" : "=r"(v[i][2]) : "l"(scale + i * scale_row_bytes), "l"(policy));
+    }
+  }
+}
+
+__device__ __forceinline__ void load_tile(u32 (&v)[8][4], const Weight& w, const WeightScales& scales, Tile tile, Lane at, u64 policy) {
   const int r = tile.row + at.row, c = tile.column + at.column;
   const Part part = r < w.split ? w.first : w.second;
   const u8* from = part.x + tile.group * part.group_bytes + (r < w.split ? r : r - w.split) * part.row_bytes;
-  load(v, from + c * (16 / LANE_COLUMNS), part.row_bytes, r < w.R && c < w.C, policy);
+  if constexpr (MX) {
+    const Part scale = r < w.split ? scales.first : scales.second;
+    const u8* scale_from = scale.x + tile.group * scale.group_bytes + (r < w.split ? r : r - w.split) * scale.row_bytes;
+    load_mx(v, from + c, part.row_bytes, scale_from + c / 32, scale.row_bytes, r < w.R && c < w.C, policy);
+  } else {
+    load(v, from + c * (16 / LANE_COLUMNS), part.row_bytes, r < w.R && c < w.C, policy);
+  }
+}
+
+// What `load_mx` loaded, as pairs of bf16: e4m3 values, which bf16 holds, times their scale, rounded once.
+__device__ __forceinline__ void dequantise(u32 (&v)[8][4]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 codes[2] = {v[i][0], v[i][1]}, e = v[i][2];
+    const u32 scale = e << 7 | ((e + 1) % 256 < 2 ? 0x40 : 0);                 // bf16 of 2^(e - 127): subnormal for 0, NaN for 255
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float x[4];
+      unpack4(codes[j], x);
+      auto pair = [&](int k) { return __byte_perm(__float_as_uint(x[k]), __float_as_uint(x[k + 1]), 0x7632); };
+      v[i][2 * j] = mul2(pair(0), scale | scale << 16), v[i][2 * j + 1] = mul2(pair(2), scale | scale << 16);
+    }
+  }
 }
 
 __device__ __forceinline__ void round_to_bf16(u32 (&v)[8][4]) {
@@ -183,7 +222,7 @@ __device__ __forceinline__ void write(const uint4* row_tile, const uint4* column
 
 enum Kind { END, FIND, WRITE };                          // of a turn
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) quantize_weight(Weight w, Results out) {
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) quantize_weight(Weight w, Results out, WeightScales scales) {
   extern __shared__ uint4 memory[];
   uint4 *column_tile = memory, *row_tile = column_tile + (COLUMNS_TOO ? COLUMNS * COLUMN_CHUNKS : 0);
   int* tops = (int*)(row_tile + (ROWS_TOO ? ROWS * ROW_CHUNKS : 0));
@@ -211,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) quantize_weigh
     const u32 kind = uniform(turn.w);
     if (kind == END) break;
     u32 v[8][4];
-    load_tile(v, w, Tile{turn.x, turn.y, turn.z}, lane_of(tid), kind == WRITE ? policy<false>() : policy<true>());
+    load_tile(v, w, scales, Tile{turn.x, turn.y, turn.z}, lane_of(tid), kind == WRITE ? policy<false>() : policy<true>());
     if (kind == FIND) {
       for (int i = tid; i < ROWS + COLUMNS; i += THREADS) tops[i] = 0;
     } else if (tid == 0) {
@@ -221,6 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) quantize_weigh
     }
     __syncthreads();
     if (FLOAT && ROUND) round_to_bf16(v);
+    if constexpr (MX) dequantise(v);
     if (kind == FIND) find_exponents(v, tops, w, out, Tile{turn.x, turn.y, turn.z}, tid);
     else quantise(v, row_tile, column_tile, w, out, Tile{turn.x, turn.y, turn.z}, tid);
     __syncthreads();

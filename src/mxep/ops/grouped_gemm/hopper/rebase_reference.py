@@ -24,6 +24,7 @@ import torch
 from mxep.ops.quantize.reference import (
     E4M3_NAN,
     E8M0_NAN,
+    QUANTISABLE,
     check_input,
     dequantize,
     quantize,
@@ -219,26 +220,67 @@ def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
     return RebasedWeight(rows.data.view(qdata.shape), rows.scale.view(qdata.shape[:2]))
 
 
-def check_weight(where: str, first: torch.Tensor, second: torch.Tensor | None, scaling_mode: str, rowwise: bool, columnwise: bool) -> None:
+def check_weight(
+    where: str,
+    first: torch.Tensor,
+    second: torch.Tensor | None,
+    scaling_mode: str,
+    rowwise: bool,
+    columnwise: bool,
+    scale: torch.Tensor | None = None,
+    second_scale: torch.Tensor | None = None,
+) -> None:
     """Raise ValueError for arguments that `quantize_weight` does not take."""
     if not (rowwise or columnwise):
         raise ValueError(f"{where}: rowwise=False and columnwise=False, want at least one form; pass True for one")
-    second = first if second is None else second
+    if second is None:
+        if second_scale is not None:
+            raise ValueError(f"{where}: second=None with second_scale {tuple(second_scale.shape)}, want both or neither; pass second too")
+        second, second_scale = first, scale
     if first.dim() != 3 or second.shape[::2] != first.shape[::2] or second.dtype != first.dtype:
         parts = (first,) if second is first else (first, second)
         got = " and ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
         raise ValueError(f"{where}: {got}, want (G, R, C), and (G, S, C) of the same dtype if there are two weights")
-    check_input(where, first, -1, scaling_mode)
-    check_input(where, first, -2, scaling_mode)
+    _check_scale(where, "scale", first, scale)
+    _check_scale(where, "second_scale", second, second_scale)
+    dtypes = QUANTISABLE if scale is None else (first.dtype,)
+    check_input(where, first, -1, scaling_mode, dtypes)
+    check_input(where, first, -2, scaling_mode, dtypes)
     if second is not first:
-        check_input(where, second, -2, scaling_mode)
+        check_input(where, second, -2, scaling_mode, dtypes)
+
+
+def _check_scale(where: str, name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Raise ValueError unless an MX weight (G, R, C) has its scale, and another one none."""
+    is_mx = weight.dtype == torch.float8_e4m3fn
+    if scale is None and not is_mx:
+        return
+    shape = (*weight.shape[:-1], weight.shape[-1] // MX_BLOCK)
+    fits = scale is not None and scale.shape == shape and scale.dtype == torch.float8_e8m0fnu and scale.device == weight.device
+    if not (is_mx and fits):
+        got = "None" if scale is None else f"{tuple(scale.shape)} {scale.dtype} on {scale.device}"
+        want = f"{shape} float8_e8m0fnu on {weight.device}" if is_mx else "None"
+        do = "pass the scale of the same MX weight" if is_mx else "leave it out, or pass the MX weight's qdata"
+        raise ValueError(f"{where}: {name}={got} of a weight {tuple(weight.shape)} {weight.dtype}, want {want}; {do}")
 
 
 def quantize_weight(
-    first: torch.Tensor, second: torch.Tensor | None, scaling_mode: str, rowwise: bool, columnwise: bool, round_to_bf16: bool = False
+    first: torch.Tensor,
+    second: torch.Tensor | None,
+    scaling_mode: str,
+    rowwise: bool,
+    columnwise: bool,
+    round_to_bf16: bool = False,
+    scale: torch.Tensor | None = None,
+    second_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """`rebase_weight` of a weight (G, R, C), or of two joined along R, quantised along C (rowwise) and along R (columnwise, transposed)."""
-    check_weight("quantize_weight", first, second, scaling_mode, rowwise, columnwise)
+    """`rebase_weight` of a weight (G, R, C), or of two joined along R, quantised along C (rowwise) and along R (columnwise, transposed).
+
+    Weights with scales are MX, and stand for their values in bf16.
+    """
+    check_weight("quantize_weight", first, second, scaling_mode, rowwise, columnwise, scale, second_scale)
+    first = first if scale is None else dequantize(first, scale, torch.bfloat16)
+    second = second if second is None or second_scale is None else dequantize(second, second_scale, torch.bfloat16)
     weight = first if second is None else torch.cat((first, second), 1)
     weight = weight.bfloat16() if round_to_bf16 else weight
     forms = (quantize(weight, scaling_mode),) * rowwise + (quantize_columnwise(weight, scaling_mode),) * columnwise
