@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +125,7 @@ class _DenseMM(torch.autograd.Function):
         kept: CachedWeight | None,
     ) -> Tensor:
         ctx.gemm, ctx.lead, ctx.scaling, ctx.drops = gemm, x.shape[:-1], scaling, dropped is not None
-        rows, of_adapter = _rows(x), (None,) * 4
+        rows, of_adapter = _rows(x), cast(Sequence[Tensor | None], (None,) * 4)
         out, saved = _multiply(ctx, rows, w, bias, gemm, kept)
         if a is not None and b is not None:
             ctx.dtypes = a.dtype, b.dtype
@@ -139,13 +139,12 @@ class _DenseMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         a, b, inner, adapted, *saved = ctx.saved_tensors
-        needs_x, _, _, needs_a, needs_b, _, needs_dropped, *_ = ctx.needs_input_grad
+        needs_a, needs_b, _, needs_dropped = ctx.needs_input_grad[3:7]
         d_y, d_a, d_b, d_dropped = _rows(grads[0]), None, None, None
-        if a is None:
-            d_rows, d_w, d_bias = _gradients(ctx, saved, d_y)
-        else:
+        if a is not None:
             d_y = dequantize_data(d_y).contiguous()
-            d_rows, d_w, d_bias = _gradients(ctx, saved, d_y)
+        d_rows, d_w, d_bias = _gradients(ctx, saved, d_y)
+        if a is not None:
             d_inner = _scaled_product(d_y, b, ctx.scaling)
             d_a = _factor_gradient(d_inner.t(), adapted, ctx.dtypes[0]) if needs_a else None
             d_b = _factor_gradient(d_y.t(), inner, ctx.dtypes[1]) if needs_b else None

@@ -75,7 +75,7 @@ def multiply(
     kept: CachedWeight | None = None,
     main_grad: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
-    """Forward of an autograd function whose backward is `gradients`: rows a (M, K) times weights w (G, N, K) -> (M, N); and what it saves."""
+    """Forward of an autograd function: rows a (M, K) times weights w (G, N, K) -> (M, N), and what is saved for `gradients`."""
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
     operands = gemm_operands(a, gemm, pad_map)
     assert operands.gemm is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,9 @@ class _ExpertFactors(torch.autograd.Function):
         a = torch.mul(down, scaling, out=torch.empty_like(down, dtype=dtype)).reshape(E, R, -1)
         b = _contiguous(up.reshape(N, R, E).permute(2, 0, 1), dtype)
         ctx.scaling, ctx.dtypes = scaling, (down.dtype, up.dtype)
-        ctx.mark_non_differentiable(*(made for made, needed in zip((a, b), ctx.needs_input_grad, strict=False) if not needed))
+        learns_a, learns_b, *_ = ctx.needs_input_grad
+        if not (learns_a and learns_b):
+            ctx.mark_non_differentiable(*(() if learns_a else (a,)), *(() if learns_b else (b,)))
         return a, b
 
     @staticmethod
@@ -98,37 +100,39 @@ class _ExpertFactors(torch.autograd.Function):
 
 
 def _contiguous(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy."""
+    """A copy in `dtype`."""
     return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 class LoraLinear(lora.Linear):
     """`peft.tuners.lora.Linear` that computes in the dtype of the rows, around a linear layer of torch or `mxep.parallel.MXLinear`.
 
-    The factors of the active adapters are joined along the rank and cast, the scaling is part of the second one, and both products are
-    GEMMs that add to the base's result and to its gradient.  Gradients of adapters in float32 are bf16 GEMMs, which sum in float32, and are
-    added up in float32.  Calls run as peft runs them while an active adapter is a variant (DoRA, aLoRA and the like), has a bias, or is
-    sharded or wrapped by itself, and with arguments of peft's (`adapter_names`).
+    The layer and its adapters are one autograd function (`mxep.grouped_mm.dense.DenseLora`); several adapters are joined along the rank.
+    Calls run as peft runs them while an active adapter is a variant (DoRA, aLoRA and the like), has a bias, or is sharded or wrapped by
+    itself, while the layer is sharded or has hooks or a forward of its own, with dropout beside several adapters, and with arguments of
+    peft's (`adapter_names`).
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., K) -> (..., N)."""
         names, base = [name for name in self.active_adapters if name in self.lora_A], self.base_layer
-        drops = self.training and any(not isinstance(self.lora_dropout[name], nn.Identity) for name in names)
-        plain = _is_dense(base) and all(map(self._is_plain, names)) and not (drops and len(names) > 1)
+        dropouts = [self.lora_dropout[name] for name in names]
+        drops = any(dropout.training and not isinstance(dropout, nn.Identity) for dropout in dropouts)
         watched = "forward" in vars(base) or any(getattr(base, hooks) for hooks in HOOKS)
-        if not names or not plain or watched or args or kwargs or self.disable_adapters or self.merged:
+        plain = _is_dense(base) and not watched and all(map(self._is_plain, names)) and not (drops and len(names) > 1)
+        if not names or not plain or args or kwargs or self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         kind = x.device.type
         x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x  # as autocast would in the base layer
-        a, b, scaling = self.lora_A[names[0]].weight, self.lora_B[names[0]].weight, self.scaling[names[0]]
-        if len(names) > 1:
-            a = torch.cat([self.lora_A[name].weight for name in names])
-            b, scaling = torch.cat([self.lora_B[name].weight * self.scaling[name] for name in names], 1), 1.0
-        adapter = DenseLora(a, b, scaling, self.lora_dropout[names[0]](x) if drops else None)
+        a, b = ([cast(Tensor, factors[name].weight) for name in names] for factors in (self.lora_A, self.lora_B))
+        if len(names) == 1:
+            adapter = DenseLora(a[0], b[0], self.scaling[names[0]], dropouts[0](x) if drops else None)
+        else:
+            scaled = [factor * self.scaling[name] for factor, name in zip(b, names, strict=True)]
+            adapter = DenseLora(torch.cat(a), torch.cat(scaled, 1))
         if isinstance(base, MXLinear):
             return base(x, adapter)  # type: ignore[no-any-return]
-        return dense_mm(x, base.weight, base.bias, _HIGH_PRECISION, lora=adapter)
+        return dense_mm(x, cast(Tensor, base.weight), cast(Tensor | None, base.bias), _HIGH_PRECISION, lora=adapter)
 
     def _is_plain(self, name: str) -> bool:
         factors = self.lora_A[name], self.lora_B[name]
@@ -167,12 +171,8 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrapp
 
     def factors(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
         """a (E, R, K) and b (E, N, R) in the weight's dtype, of all `adapters` joined along R, which is padded with zeros."""
-        made = [
-            _ExpertFactors.apply(
-                self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], self.num_experts, self.get_param().dtype
-            )
-            for name in adapters
-        ]
+        options = self.num_experts, self.get_param().dtype
+        made = [_ExpertFactors.apply(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], *options) for name in adapters]
         a, b = made[0] if len(made) == 1 else (torch.cat([pair[side] for pair in made], 1 + side) for side in (0, 1))
         padding = -a.shape[1] % _RANK_MULTIPLE
         return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)
