@@ -86,9 +86,7 @@ class _ExpertFactors(torch.autograd.Function):
         a = torch.mul(down, scaling, out=torch.empty_like(down, dtype=dtype)).reshape(E, R, -1)
         b = _contiguous(up.reshape(N, R, E).permute(2, 0, 1), dtype)
         ctx.scaling, ctx.dtypes = scaling, (down.dtype, up.dtype)
-        learns_a, learns_b, *_ = ctx.needs_input_grad
-        if not (learns_a and learns_b):
-            ctx.mark_non_differentiable(*(() if learns_a else (a,)), *(() if learns_b else (b,)))
+        ctx.mark_non_differentiable(*(made for made, learns in zip((a, b), ctx.needs_input_grad[:2], strict=True) if not learns))
         return a, b
 
     @staticmethod
