@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +125,8 @@ class _DenseMM(torch.autograd.Function):
         kept: CachedWeight | None,
     ) -> Tensor:
         ctx.gemm, ctx.lead, ctx.scaling, ctx.drops = gemm, x.shape[:-1], scaling, dropped is not None
-        rows, of_adapter = _rows(x), cast(Sequence[Tensor | None], (None,) * 4)
+        rows = _rows(x)
+        of_adapter: Sequence[Tensor | None] = (None,) * 4
         out, saved = _multiply(ctx, rows, w, bias, gemm, kept)
         if a is not None and b is not None:
             ctx.dtypes = a.dtype, b.dtype
