@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import mxep
 from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
 from mxep.grouped_mm.bias import add_bias
+from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.grouped_mm.function import expert_mm
 from mxep.models.loss import linear_cross_entropy
 from mxep.moe.experts import Experts
@@ -41,6 +42,11 @@ def leaf(*shape: int) -> Tensor:
 def _of_module(module: nn.Module, *x: int) -> Case:
     leaves = dict(module.named_parameters())
     return Case((leaf(*x), *leaves.values()), lambda x, *_: module(x))
+
+
+def _adapted(recipe: str) -> Case:
+    w, leaves = torch.randn(N, D), (leaf(ROWS, D), leaf(8, D), leaf(N, 8))
+    return Case(leaves, lambda x, a, b: dense_mm(x, w, None, resolve_recipe(recipe), lora=DenseLora(a, b, 2.0)))
 
 
 def _permuted(x: Tensor, use_mxfp8: bool) -> Tensor:
@@ -154,6 +160,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "MoE, hp": lambda: _layer(mxep.MoE, "hp"),
     "FusedMoE": lambda: _layer(mxep.FusedMoE, "mxfp8_wgrad_with_mx"),
     "MXLinear": lambda: _of_module(MXLinear(nn.Linear(D, N), resolve_recipe(None)), ROWS, D),
+    "MXLinear with an adapter": lambda: _adapted("mxfp8_gemm"),
+    "Linear with an adapter": lambda: _adapted("hp"),
     "converted experts": _converted,
     "loss": lambda: Case((leaf(ROWS, D), leaf(50, D)), lambda x, w: linear_cross_entropy(x, w, torch.arange(ROWS) % 50)),
 }

@@ -18,9 +18,11 @@ pytestmark = pytest.mark.gpu
 K, N, R = 512, 768, 16
 
 
-@pytest.mark.parametrize("frozen_in_mx", [False, True])
-def test_gradients_against_float64(frozen_in_mx: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("frozen_in_mx", [False, True], ids=["bf16", "MX"])
+def test_gradients_against_float64(frozen_in_mx: bool, compiled: bool) -> None:
     torch.manual_seed(0)
+    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(K, N, bias=False)).to("cuda", torch.bfloat16)
     weight = model[0].weight.detach()
     if frozen_in_mx:
@@ -34,8 +36,11 @@ def test_gradients_against_float64(frozen_in_mx: bool) -> None:
     nn.init.normal_(b, std=0.05)
     x, dy = (torch.randn(4, 1024, width, device="cuda").bfloat16() for width in (K, N))
     x.requires_grad_()
-    y = layer(x)
+    y = (torch.compile(layer) if compiled else layer)(x)
     y.backward(dy)
+    for factor in (a, b):
+        assert factor.grad is not None
+        assert (factor.grad != factor.grad.bfloat16()).any(), "written in float32 by the GEMM"
 
     exact_x, exact_a, exact_b = (leaf.detach().double().requires_grad_() for leaf in (x, a, b))
     exact_y = exact_x @ weight.double().T + 2 * (exact_x @ exact_a.T) @ exact_b.T
@@ -44,3 +49,28 @@ def test_gradients_against_float64(frozen_in_mx: bool) -> None:
         assert want is not None
         assert got is not None
         assert sqnr(want, got) > 45
+
+
+def test_beside_a_layer_in_mxfp8_it_adds_what_it_adds_to_zeros() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N, bias=False)).to("cuda", torch.bfloat16)
+    mxep.convert_linears(model, "0", "mxfp8_gemm")
+    mxep.quantize_base(model)
+    base = model[0]
+    layer = peft.get_peft_model(model, peft_0_21.register(peft.LoraConfig(r=R, lora_alpha=2 * R, target_modules=["0"]))).base_model.model[0]
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    nn.init.normal_(b, std=0.05)
+    x, dy = (torch.randn(4, 1024, width, device="cuda").bfloat16() for width in (K, N))
+    x.requires_grad_()
+    own_y = base(x)
+    (own_dx,) = torch.autograd.grad(own_y, x, dy)
+    y = layer(x)
+    dx, da, db = torch.autograd.grad(y, (x, a, b), dy)
+    exact_a, exact_b = (leaf.detach().double().requires_grad_() for leaf in (a, b))
+    exact_x = x.detach().double().requires_grad_()
+    part = 2 * (exact_x @ exact_a.T) @ exact_b.T
+    part.backward(dy.double())
+    assert exact_x.grad is not None
+    for got, want in ((y, own_y.double() + part), (dx, own_dx.double() + exact_x.grad), (da, exact_a.grad), (db, exact_b.grad)):
+        assert want is not None
+        assert sqnr(want, got) > 40

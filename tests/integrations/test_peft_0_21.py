@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,51 @@ def test_gradients_against_float64(family: str, how: str, least: float) -> None:
     assert set(got) == set(want)
     for name, value in got.items():  # the model's own gate rounds every step of it to bf16
         assert sqnr(want[name], value) > (least - 1 if "quick" in family else least), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_factors_of_experts_and_their_gradients(dtype: torch.dtype) -> None:
+    """Bit for bit those of the same in plain torch, as one node of the graph; a frozen factor learns nothing."""
+    wrapped = experts_of(adapted("Qwen3Moe"))
+    wrapped.scaling["default"] = 0.3  # no power of 2
+    down, up = (getattr(wrapped, f"lora_{letter}")["default"].weight for letter in "AB")
+    down.data, up.data, E = down.to(dtype), up.to(dtype), wrapped.num_experts
+    want_a = (down.reshape(E, -1, down.shape[1]) * 0.3).bfloat16()
+    want_b = up.reshape(len(up), -1, E).permute(2, 0, 1).bfloat16()
+    d_a, d_b = torch.randn_like(want_a.transpose(1, 2)).transpose(1, 2), torch.randn_like(want_b)
+    padding = (0, 0, 0, 4), (0, 4)  # of the rank to 8
+    found = []
+    for a, b in ((want_a, want_b), wrapped.factors(["default"])):
+        padded = a.shape[1] == 8
+        gradients = [nn.functional.pad(grad, pad) if padded else grad for grad, pad in zip((d_a, d_b), padding, strict=True)]
+        found.append([a[:, :4], b[..., :4], *torch.autograd.grad((a, b), (down, up), gradients, retain_graph=True)])
+    for want, got in zip(*found, strict=True):
+        assert torch.equal(want, got)
+        assert want.dtype == got.dtype
+    assert found[1][2].is_contiguous()
+    assert found[1][3].is_contiguous()
+    down.requires_grad_(False)
+    a, b = wrapped.factors(["default"])
+    assert not a.requires_grad
+    assert b.requires_grad
+
+
+def test_frozen_factors_of_experts() -> None:
+    found = []
+    for frozen in ("", "lora_A", "lora_B"):
+        model = adapted("Qwen3Moe", "mxep_hp", target_modules=[])
+        for name, parameter in model.named_parameters():
+            torch.manual_seed(len(name))
+            if "lora_" in name:
+                nn.init.normal_(parameter, std=0.03)
+                parameter.requires_grad_(not frozen or frozen not in name)
+        model(input_ids=tokens_of(0)).logits.float().square().mean().backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+    every, *some = found
+    assert len(every) == 4
+    for frozen, grads in zip(("lora_A", "lora_B"), some, strict=True):
+        assert set(grads) == {name for name in every if frozen not in name}
+        assert all(torch.equal(every[name], grad) for name, grad in grads.items())
 
 
 class _Shapes(TorchDispatchMode):
@@ -314,7 +360,7 @@ def results(model: Any, function: Any = None, dtype: torch.dtype = torch.bfloat1
     return {"y": y.detach(), "x": x.grad} | adapters
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"two": True}], ids=["one", "rslora", "two"])
+@pytest.mark.parametrize("changes", [{}, {"lora_alpha": 3}, {"use_rslora": True}, {"two": True}], ids=["one", "alpha", "rslora", "two"])
 @pytest.mark.parametrize("kind", DENSE)
 def test_a_dense_layer_against_float64(kind: str, changes: dict[str, bool]) -> None:
     two, changes = "two" in changes, {name: value for name, value in changes.items() if name != "two"}
@@ -356,6 +402,23 @@ class _Passes(TorchDispatchMode):
         return made
 
 
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_dense_layer_is_one_node(kind: str) -> None:
+    """One autograd function for the base and its adapter, on the parameters themselves; a frozen weight is read past the dispatcher."""
+    model, x = dense(kind), rows_of(1, 64).requires_grad_()
+    y = model(x)
+    assert y.grad_fn.name() == "_DenseMMBackward"
+    learning = {x, *(parameter for parameter in model.parameters() if parameter.requires_grad)}
+    assert {node.variable for node, _ in y.grad_fn.next_functions if node is not None} == learning
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("MXWeight.__torch_dispatch__")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MXWeight, "__torch_dispatch__", called)
+        model(x).sum().backward()
+
+
 def test_a_dense_layer_is_passed_over_by_gemms_alone() -> None:
     model = dense("torch")
     x, dy = rows_of(1, 64).requires_grad_(), rows_of(2, 96)
@@ -366,9 +429,12 @@ def test_a_dense_layer_is_passed_over_by_gemms_alone() -> None:
     assert made == {("mm", torch.bfloat16), ("addmm_", torch.bfloat16)}
 
 
-@pytest.mark.parametrize("kind", ["torch", "MXLinear, frozen in MX"])
+@pytest.mark.parametrize("kind", ["torch", "torch, frozen in MX", "MXLinear, frozen in MX", "torch, adapters in bf16"])
 def test_a_dense_layer_compiled_and_recomputed(kind: str) -> None:
     model = dense(kind)
+    if "adapters" in kind:
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.bfloat16() if "lora_" in name else parameter.data
     want = results(model)
     torch._dynamo.reset()
     compiled = torch.compile(model.base_model.model.proj, backend="aot_eager", fullgraph=True)
@@ -382,6 +448,9 @@ def test_a_dense_layer_compiled_and_recomputed(kind: str) -> None:
         assert set(got) == set(want)
         for name, value in want.items():
             assert torch.equal(got[name], value), name
+    for scaling in (0.5, 3.0):
+        model.base_model.model.proj.scaling["default"] = scaling
+        assert torch.equal(results(model, compiled)["y"], results(model)["y"])
 
 
 def test_a_dense_layer_under_autocast_with_dropout_and_without_gradients() -> None:
@@ -406,6 +475,54 @@ def test_a_dense_layer_under_autocast_with_dropout_and_without_gradients() -> No
     model(x).sum().backward()
     assert x.grad is None
     assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "lora_" in name)
+
+
+def test_a_dense_layer_that_learns_and_factors_that_are_frozen() -> None:
+    ours, own = (dense("torch, bias", torch.float32, whose) for whose in (True, False))
+    for frozen in ("", "lora_A", "lora_B"):
+        for name, parameter in (*ours.named_parameters(), *own.named_parameters()):
+            parameter.requires_grad_(not frozen or frozen not in name)
+        got, want = (results(model, dtype=torch.float32) for model in (ours, own))
+        assert set(got) == set(want)
+        assert all(sqnr(value, got[name]) > 100 for name, value in want.items())
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_dense_layer_without_a_graph(kind: str) -> None:
+    model, x = dense(kind), rows_of(1, 64)
+    want = model(x.clone().requires_grad_())
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert torch.equal(model(x), want)
+
+
+def test_a_dense_layer_below_the_rows_of_mx() -> None:
+    """By `hp_below_rows` the layer multiplies in high precision, as the same layer of torch does."""
+    mx, plain = dense("MXLinear, frozen in MX"), dense("torch, frozen in MX")
+    mx.base_model.model.proj.get_base_layer().recipe = dataclasses.replace(mxep.Recipe.named("mxfp8_gemm"), hp_below_rows=1000)
+    got, want = results(mx), results(plain)
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_a_dense_layer_with_hooks_and_with_dropout_beside_two_adapters() -> None:
+    """As peft runs them: a hook sees the base's own result."""
+    for hooked in (True, False):
+        found, seen = [], list[Tensor]()
+        for ours in (True, False):
+            model = dense("torch", torch.float32, ours, lora_dropout=0.0 if hooked else 0.4)
+            layer = model.base_model.model.proj
+            if hooked:
+                layer.get_base_layer().register_forward_hook(lambda module, args, y: seen.append(y.clone()))  # noqa: B023
+            else:
+                model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=1, lora_dropout=0.4, target_modules=["proj"]))
+                model.base_model.set_adapter(["default", "other"])
+                with_random_adapters(model)
+            torch.manual_seed(0)
+            found.append(results(model.train(), dtype=torch.float32))
+        assert set(found[0]) == set(found[1])
+        assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+        assert len(seen) == 2 * hooked
+        assert not hooked or torch.equal(*seen)
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}], ids=str)

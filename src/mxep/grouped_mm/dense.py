@@ -2,12 +2,16 @@
 
 It takes input and weight as the layer has them, so autograd records one node and no views, and it checks them once for every combination of
 shapes, dtypes and devices: for narrow layers the host's time is most of a call.
+
+Low-rank adapters are part of the function.  Their GEMMs add to the layer's result and to its gradient, so no pass of their own reads or
+writes rows of the layer's widths; they also scale, and sum gradients of factors in float32.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +23,8 @@ from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, mul
 from mxep.grouped_mm.products import GemmOptions, gemm_options
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import unflatten_rows
-from mxep.mx.tensor import MXTensor, reject_border
+from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
@@ -46,21 +51,110 @@ def _kept_group_end(num_rows: int, device: torch.device, stream: int) -> Tensor:
         return torch.full((1,), num_rows, dtype=torch.int32, device=device)
 
 
+class DenseLora(NamedTuple):
+    """A low-rank adapter (LoRA) of a dense layer: x @ w.T becomes x @ w.T + scaling * (x @ a.T) @ b.T.
+
+    Attributes:
+        a: (R, K), b: (N, R); cast to x's dtype, gradients are in their own.
+        scaling: of their product.
+        dropped: what `a` multiplies instead of x, (..., K) in x's dtype, as dropout made it; None: x.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+    dropped: Tensor | None = None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., K) -> (M, K)."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _one_group(w: Tensor) -> Tensor:
+    """(N, K) -> (1, N, K); of a frozen weight past the dispatcher, which costs the host more than a launch."""
+    return w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
+
+
+def _scaled_product(x: Tensor, factor: Tensor, scaling: float) -> Tensor:
+    """scaling * x (M, K) @ factor (K, R), rounded once."""
+    return x.new_empty(x.shape[0], factor.shape[1]).addmm_(x, factor, beta=0, alpha=scaling)
+
+
+def _factor_gradient(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right in `dtype`; on a GPU float32 is what the GEMM has summed, unrounded."""
+    unrounded = left.is_cuda and dtype == torch.float32 and left.dtype.itemsize == 2
+    return torch.mm(left, right, out_dtype=dtype) if unrounded else torch.mm(left, right).to(dtype)
+
+
+def _multiply(
+    ctx: Any, rows: Tensor, w: Tensor, bias: Tensor | None, gemm: GemmOptions | None, kept: CachedWeight | None
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Rows (M, K) times w (N, K) -> (M, N), and what `_gradients` reads; without `gemm` by torch's GEMM in the rows' dtype."""
+    if gemm is not None:
+        return multiply(ctx, rows, _one_group(w), _group_end(rows), bias, gemm, kept=kept)
+    rows, weight = dequantize_data(rows), dequantize_data(w, rows.dtype)
+    saved = rows if ctx.needs_input_grad[1] else None, w if isinstance(w, MXWeight) else weight
+    return F.linear(rows, weight, None if bias is None else bias.to(rows.dtype)), saved
+
+
+def _gradients(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of rows, w and bias from that of `_multiply`'s result (M, N), MX or plain."""
+    needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+    if ctx.gemm is not None:
+        d_rows, d_w, d_bias = gradients(ctx, saved, _group_end(grad), grad, needs_x, needs_w, needs_bias)
+        return d_rows, None if d_w is None else d_w.squeeze(0), d_bias
+    rows, w = saved
+    d_rows = grad @ dequantize_data(w, grad.dtype) if needs_x else None
+    return d_rows, grad.t() @ rows if needs_w else None, grad.sum(0) if needs_bias else None
+
+
 @in_graph
 class _DenseMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, gemm: GemmOptions, kept: CachedWeight | None = None) -> Tensor:
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # (M, K)
-        out = multiply(ctx, rows, w.unsqueeze(0), _group_end(rows), bias, gemm, kept=kept)
-        ctx.lead = x.shape[:-1]
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        scaling: float,
+        dropped: Tensor | None,
+        gemm: GemmOptions | None,
+        kept: CachedWeight | None,
+    ) -> Tensor:
+        ctx.gemm, ctx.lead, ctx.scaling, ctx.drops = gemm, x.shape[:-1], scaling, dropped is not None
+        rows = _rows(x)
+        of_adapter: Sequence[Tensor | None] = (None,) * 4
+        out, saved = _multiply(ctx, rows, w, bias, gemm, kept)
+        if a is not None and b is not None:
+            ctx.dtypes = a.dtype, b.dtype
+            adapted, a, b = dequantize_data(rows) if dropped is None else _rows(dropped), a.to(x.dtype), b.to(x.dtype)
+            inner = _scaled_product(adapted, a.t(), scaling)
+            out.addmm_(inner, b.t())
+            of_adapter = a, b, inner, adapted if ctx.needs_input_grad[3] else None
+        ctx.save_for_backward(*of_adapter, *saved)
         return out if x.dim() == 2 else unflatten_rows(out, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        grad = grads[0] if grads[0].dim() == 2 else grads[0].reshape(-1, grads[0].shape[-1])
-        d_rows, d_w, d_bias = gradients(ctx, grad, *ctx.needs_input_grad[:3])
+        a, b, inner, adapted, *saved = ctx.saved_tensors
+        needs_a, needs_b, _, needs_dropped = ctx.needs_input_grad[3:7]
+        d_y, d_a, d_b, d_dropped = _rows(grads[0]), None, None, None
+        if a is not None:
+            d_y = dequantize_data(d_y).contiguous()
+        d_rows, d_w, d_bias = _gradients(ctx, saved, d_y)
+        if a is not None:
+            d_inner = _scaled_product(d_y, b, ctx.scaling)
+            d_a = _factor_gradient(d_inner.t(), adapted, ctx.dtypes[0]) if needs_a else None
+            d_b = _factor_gradient(d_y.t(), inner, ctx.dtypes[1]) if needs_b else None
+            if needs_dropped:
+                d_dropped = (d_inner @ a).view(*ctx.lead, a.shape[1])
+            if d_rows is not None and not ctx.drops:
+                d_rows.addmm_(d_inner, a)
         d_x = d_rows if d_rows is None or len(ctx.lead) == 1 else d_rows.view(*ctx.lead, d_rows.shape[-1])
-        return d_x, None if d_w is None else d_w.squeeze(0), d_bias, None, None
+        return d_x, d_w, d_bias, d_a, d_b, None, d_dropped, None, None
 
 
 _Like = tuple[torch.Size, torch.dtype, torch.device]  # what is checked of an operand
@@ -91,15 +185,18 @@ def _checked_options(x: _Like, in_mx: bool, w: _Like, bias: _Like | None, trains
 _kept_options = functools.lru_cache(maxsize=1024)(_checked_options)  # dynamo would trace into a cache
 
 
-def dense_mm(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, kept: CachedWeight | None = None) -> Tensor:
-    """x @ w.T + bias in MXFP8, or in x's dtype below the recipe's `hp_below_rows`; differentiable.
+def dense_mm(
+    x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, kept: CachedWeight | None = None, lora: DenseLora | None = None
+) -> Tensor:
+    """x @ w.T + bias in MXFP8, or in x's dtype by a recipe in high precision and below a recipe's `hp_below_rows`; differentiable.
 
     Args:
-        x: (..., K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one.
-        w: (N, K) bf16 or float32, both multiples of 32.
+        x: (..., K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one; any dtype in high precision.
+        w: (N, K) bf16 or float32, both multiples of 32; any in high precision.
         bias: (N,) or None.
         recipe: precision and GEMM path.
         kept: the weight's entry in a `WeightCache`; None quantises it in every call.
+        lora: an adapter beside the weight.
 
     Returns:
         (..., N) in x's dtype.
@@ -113,8 +210,9 @@ def dense_mm(x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe, kept: Ca
     of_x, of_w = (x.shape[-1:], x.dtype, x.device), (w.shape, w.dtype, w.device)
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
     trains = torch.is_grad_enabled() and w.requires_grad
-    gemm = options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe)
-    if recipe.hp_below_rows and recipe.multiplies_in_hp(x.shape[:-1].numel(), 1):
-        values = x.dequantize() if isinstance(x, MXTensor) else x
-        return F.linear(values, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    return _DenseMM.apply(x, w, bias, gemm, kept)
+    gemm = options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe) if recipe.gemm == "mxfp8" else None
+    if recipe.multiplies_in_hp(x.shape[:-1].numel(), 1):
+        if lora is None:
+            return F.linear(x.dequantize() if isinstance(x, MXTensor) else x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        gemm = None
+    return _DenseMM.apply(x, w, bias, *(lora or (None, None, 1.0, None)), gemm, kept)

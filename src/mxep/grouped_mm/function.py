@@ -12,6 +12,7 @@ Host syncs: none on GPUs outside of checking mode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,8 +74,8 @@ def multiply(
     weight_dtype: torch.dtype | None = None,
     kept: CachedWeight | None = None,
     main_grad: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Forward of an autograd function whose backward is `gradients`: rows a (M, K) times weights w (G, N, K) -> (M, N)."""
+) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+    """Forward of an autograd function: rows a (M, K) times weights w (G, N, K) -> (M, N), and what is saved for `gradients`."""
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
     operands = gemm_operands(a, gemm, pad_map)
     assert operands.gemm is not None
@@ -87,17 +88,17 @@ def multiply(
     if pad_map is not None:
         out = scatter(out, pad_map, a.shape[0])
     # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
-    ctx.save_for_backward(*saved_tensors(operands.wgrad), w, offs, pad_map, None if pad_map is None else ends, *dgrad_form)
+    saved = *saved_tensors(operands.wgrad), w, pad_map, None if pad_map is None else ends, *dgrad_form
     ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
     ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-    return out if bias is None else add_bias_rows(out, bias, offs)
+    return out if bias is None else add_bias_rows(out, bias, offs), saved
 
 
 def gradients(
-    ctx: Any, grad: torch.Tensor, needs_a: bool, needs_w: bool, needs_bias: bool
+    ctx: Any, saved: Sequence[Any], offs: torch.Tensor, grad: torch.Tensor, needs_a: bool, needs_w: bool, needs_bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of a, w and bias from that of `multiply`'s result, (M, N), MX or plain; None for one that is not needed."""
-    data, scale, w, offs, pad_map, ends, *dgrad_form = ctx.saved_tensors
+    data, scale, w, pad_map, ends, *dgrad_form = saved
     gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
     ends = offs if pad_map is None else ends
     grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
@@ -137,12 +138,15 @@ class _GroupedMM(torch.autograd.Function):
         kept: CachedWeight | None = None,
         main_grad: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return multiply(ctx, a, w, offs, bias, gemm, weight_dtype, kept, main_grad)
+        out, saved = multiply(ctx, a, w, offs, bias, gemm, weight_dtype, kept, main_grad)
+        ctx.save_for_backward(offs, *saved)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         needs_a, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
-        d_a, d_w, d_bias = gradients(ctx, grads[0], needs_a, needs_w, needs_bias)
+        offs, *saved = ctx.saved_tensors
+        d_a, d_w, d_bias = gradients(ctx, saved, offs, grads[0], needs_a, needs_w, needs_bias)
         return d_a, d_w, None, d_bias, None, None, None, None
 
 

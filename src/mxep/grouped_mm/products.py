@@ -232,6 +232,11 @@ def _quantize_weight(weight: Tensor, mode: str) -> Bytes:
     return direct.quantize(weight.contiguous(), mode)
 
 
+def _joined_bytes(parts: list[Tensor], dim: int) -> Tensor:
+    """Data or scales of several weights as one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
+
+
 class Weights:
     """One weight (L, N, K), or two that are concatenated along N, as the GEMMs read them.
 
@@ -334,11 +339,8 @@ class Weights:
     def _frozen_form(self, which: str, path: str) -> QuantizedWeight:
         """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more."""
         if all(part.transposed == (which == "dgrad") for part in self._frozen):
-            qdata, scale = (
-                parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts], 1 if which == "forward" else 2)
-                for parts in ([part.qdata for part in self._frozen], [part.scale for part in self._frozen])
-            )
-            form = qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+            along = 1 if which == "forward" else 2
+            form = _joined_bytes([w.qdata for w in self._frozen], along), _joined_bytes([w.scale for w in self._frozen], along)
             return form if GEMM_PATHS[path].granularity is None else RebasedWeight(*direct.rebase_weight(*form))
         assert self.gemm is not None
         keeps = [part.kept for part in self._frozen if part.kept is not None]

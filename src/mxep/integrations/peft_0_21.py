@@ -9,7 +9,7 @@ rows' dtype add to the base's results, and no other pass reads or writes them.  
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -21,13 +21,16 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.integrations.transformers_5 import computes, lora_factors
+from mxep.moe.router import HOOKS
 from mxep.mx.compile import in_graph
-from mxep.mx.tensor import dequantize_data
 from mxep.mx.weight import MXWeight
 from mxep.parallel.frozen_base import dequantize_weight
 from mxep.parallel.linears import MXLinear
+from mxep.recipe import Recipe
 
+_HIGH_PRECISION = Recipe.named("hp")  # of torch.nn.Linear
 _RANK_MULTIPLE = 8  # what the grouped GEMMs want
 
 
@@ -60,7 +63,7 @@ def _layer_of(target: nn.Module, adapter_name: str, *, config: LoraConfig, param
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if parameter_name is not None:
         return ParamWrapper(target, adapter_name, parameter_name=parameter_name, config=config, **kwargs)
-    if (type(base) is nn.Linear or isinstance(base, MXLinear)) and type(base.weight) in (nn.Parameter, MXWeight):
+    if _is_dense(base):
         if config.fan_in_fan_out:
             warnings.warn(f"{__name__}: fan_in_fan_out=True, want False for torch.nn.Linear; it is False from here on", stacklevel=2)
             config.fan_in_fan_out = False
@@ -68,77 +71,66 @@ def _layer_of(target: nn.Module, adapter_name: str, *, config: LoraConfig, param
     return None
 
 
-@in_graph
-class _LoraInner(torch.autograd.Function):
-    """x (..., K) and a (R, K) -> x for the base layer alone, and x @ a.T (..., R).
-
-    Backward adds the adapter's part to the gradient that the base layer made of x, in the GEMM that computes it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, a)
-        return x.view_as(x), F.linear(x, a)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        (x, a), d_x, d_inner = ctx.saved_tensors, dequantize_data(grads[0]).contiguous(), _rows(grads[1])
-        _rows(d_x).addmm_(d_inner, a)
-        return d_x, d_inner.t() @ _rows(x) if ctx.needs_input_grad[1] else None
+def _is_dense(base: nn.Module) -> bool:
+    """Whether a layer is linear, and neither sharded nor quantised by another library."""
+    return (type(base) is nn.Linear or isinstance(base, MXLinear)) and type(base.weight) in (nn.Parameter, MXWeight)
 
 
 @in_graph
-class _LoraOuter(torch.autograd.Function):
-    """y (..., N), of a base layer, becomes y + inner (..., R) @ b.T (N, R) in place."""
+class _ExpertFactors(torch.autograd.Function):
+    """peft's factors (E * R, K) and (N, R * E) -> scaling * a (E, R, K) and b (E, N, R) in `dtype`, contiguous, by one pass each."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, inner: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(inner, b)
-        ctx.mark_dirty(y)
-        _rows(y).addmm_(_rows(inner), b.t())
-        return y
+    def forward(ctx: Any, down: Tensor, up: Tensor, scaling: float, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        E, R, N = num_experts, down.shape[0] // num_experts, up.shape[0]
+        a = torch.mul(down, scaling, out=torch.empty_like(down, dtype=dtype)).reshape(E, R, -1)
+        b = _contiguous(up.reshape(N, R, E).permute(2, 0, 1), dtype)
+        ctx.scaling, ctx.dtypes = scaling, (down.dtype, up.dtype)
+        ctx.mark_non_differentiable(*(made for made, learns in zip((a, b), ctx.needs_input_grad[:2], strict=True) if not learns))
+        return a, b
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        (inner, b), d_y = ctx.saved_tensors, dequantize_data(grads[0]).contiguous()
-        return d_y, d_y @ b, _rows(d_y).t() @ _rows(inner) if ctx.needs_input_grad[2] else None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (d_a, d_b), (learns_a, learns_b, *_) = grads, ctx.needs_input_grad
+        d_down = _contiguous(d_a, ctx.dtypes[0]).mul_(ctx.scaling).flatten(0, 1) if learns_a else None
+        d_up = _contiguous(d_b.permute(1, 2, 0), ctx.dtypes[1]).flatten(1) if learns_b else None
+        return d_down, d_up, None, None, None
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x (..., K), contiguous or to be read alone -> (M, K)."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+def _contiguous(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in `dtype`."""
+    return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 class LoraLinear(lora.Linear):
     """`peft.tuners.lora.Linear` that computes in the dtype of the rows, around a linear layer of torch or `mxep.parallel.MXLinear`.
 
-    The factors of the active adapters are joined along the rank and cast, the scaling is part of the second one, and both products are
-    GEMMs that add to the base's result and to its gradient.  Gradients of adapters in float32 are bf16 GEMMs, which sum in float32, and are
-    added up in float32.  Calls run as peft runs them while an active adapter is a variant (DoRA, aLoRA and the like), has a bias, or is
-    sharded or wrapped by itself, and with arguments of peft's (`adapter_names`).
+    The layer and its adapters are one autograd function (`mxep.grouped_mm.dense.DenseLora`); several adapters are joined along the rank.
+    Calls run as peft runs them while an active adapter is a variant (DoRA, aLoRA and the like), has a bias, or is sharded or wrapped by
+    itself, while the layer is sharded or has hooks or a forward of its own, with dropout beside several adapters, and with arguments of
+    peft's (`adapter_names`).
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x (..., K) -> (..., N)."""
-        names = [name for name in self.active_adapters if name in self.lora_A]
-        if not names or args or kwargs or self.disable_adapters or self.merged or not all(map(self._is_plain, names)):
+        names, base = [name for name in self.active_adapters if name in self.lora_A], self.base_layer
+        dropouts = [self.lora_dropout[name] for name in names]
+        drops = any(dropout.training and not isinstance(dropout, nn.Identity) for dropout in dropouts)
+        watched = "forward" in vars(base) or any(getattr(base, hooks) for hooks in HOOKS)
+        plain = _is_dense(base) and not watched and all(map(self._is_plain, names)) and not (drops and len(names) > 1)
+        if not names or not plain or args or kwargs or self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        x = x.to(dtype)  # as autocast would in the base layer
-        a = [cast(Tensor, self.lora_A[name].weight).to(dtype) for name in names]
-        b = _joined([cast(Tensor, self.lora_B[name].weight) * self.scaling[name] for name in names], 1).to(dtype)
-        dropouts = [self.lora_dropout[name] for name in names]
-        if x.requires_grad and all(isinstance(dropout, nn.Identity) or not dropout.training for dropout in dropouts):
-            x, inner = _LoraInner.apply(x, _joined(a, 0))
+        x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x  # as autocast would in the base layer
+        a, b = ([cast(Tensor, factors[name].weight) for name in names] for factors in (self.lora_A, self.lora_B))
+        if len(names) == 1:
+            adapter = DenseLora(a[0], b[0], self.scaling[names[0]], dropouts[0](x) if drops else None)
         else:
-            inner = _joined([F.linear(dropout(x), factor) for dropout, factor in zip(dropouts, a, strict=True)], -1)
-        y: Tensor = _LoraOuter.apply(self.base_layer(x).contiguous(), inner, b)
-        return y
+            scaled = [factor * self.scaling[name] for factor, name in zip(b, names, strict=True)]
+            adapter = DenseLora(torch.cat(a), torch.cat(scaled, 1))
+        if isinstance(base, MXLinear):
+            return base(x, adapter)  # type: ignore[no-any-return]
+        return dense_mm(x, cast(Tensor, base.weight), cast(Tensor | None, base.bias), _HIGH_PRECISION, lora=adapter)
 
     def _is_plain(self, name: str) -> bool:
         factors = self.lora_A[name], self.lora_B[name]
@@ -177,16 +169,11 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrapp
 
     def factors(self, adapters: list[str]) -> tuple[Tensor, Tensor]:
         """a (E, R, K) and b (E, N, R) in the weight's dtype, of all `adapters` joined along R, which is padded with zeros."""
-        dtype, E = self.get_param().dtype, self.num_experts
-        a, b = list[Tensor](), list[Tensor]()
-        for name in adapters:
-            down, up = (cast(Tensor, factors[name].weight) for factors in (self.lora_A, self.lora_B))
-            a.append(down.reshape(E, -1, down.shape[-1]).to(dtype))
-            by_expert = up.reshape(up.shape[0], -1, E).permute(2, 0, 1)
-            b.append((by_expert * self.scaling[name]).to(dtype, memory_format=torch.contiguous_format))
-        joined = _joined(a, 1), _joined(b, 2)
-        padding = -joined[0].shape[1] % _RANK_MULTIPLE
-        return (F.pad(joined[0], (0, 0, 0, padding)), F.pad(joined[1], (0, padding))) if padding else joined
+        options = self.num_experts, self.get_param().dtype
+        made = [_ExpertFactors.apply(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], *options) for name in adapters]
+        a, b = made[0] if len(made) == 1 else (torch.cat([pair[side] for pair in made], 1 + side) for side in (0, 1))
+        padding = -a.shape[1] % _RANK_MULTIPLE
+        return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight, which is plain from then on."""

@@ -52,7 +52,7 @@ from mxep.shapes import MX_BLOCK
 class ExpertLora(NamedTuple):
     """Low-rank adapters (LoRA) of L experts: x @ w.T becomes x @ w.T + (x @ a.T) @ b.T, without a matrix of w's size.
 
-    Several adapters of a weight are joined along R, and an adapter's scaling is part of its b.
+    Several adapters of a weight are joined along R, and an adapter's scaling is part of one of its factors.
 
     Attributes:
         a1: (L, R, D), R a multiple of 8 (pad with zeros); None for no adapter of w1 (and w3).

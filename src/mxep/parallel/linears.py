@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from mxep.grouped_mm.dense import dense_mm
+from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.moe import Router
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.parallel.conversion import as_patterns, how_to_name, matches_any, matches_name, shown_names
@@ -75,11 +75,11 @@ class MXLinear(nn.Linear):
         """Quantise the weight once per step of `cache`, None: in every call. See `mxep.parallel.cache_quantized_weights`."""
         self._kept = None if cache is None else CachedWeight(cache, self, "weight")
 
-    def forward(self, input: Tensor) -> Tensor:
-        """input (..., K) bf16 or float32 -> (..., N), same dtype."""
+    def forward(self, input: Tensor, lora: DenseLora | None = None) -> Tensor:
+        """input (..., K) bf16 or float32 -> (..., N), same dtype; with an adapter its part is added."""
         kept = None if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
         bias = None if self.bias is None else to_local(self.bias)
-        return dense_mm(input, to_local(self.weight), bias, self.recipe, kept)
+        return dense_mm(input, to_local(self.weight), bias, self.recipe, kept, lora)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
