@@ -33,6 +33,35 @@ def test_a_wrong_arm_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.run("transformers-step", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
 
 
+def test_an_arm_that_changes_parameters_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = transformers_step.StepProblem._forward
+
+    def changing(problem: transformers_step.StepProblem, arm: str) -> object:
+        forward = plain(problem, arm)
+
+        def changed() -> torch.Tensor:
+            assert forward is not None
+            loss = forward()
+            loss.register_hook(lambda grad: change())
+            return loss
+
+        def change() -> None:
+            with torch.no_grad():
+                problem.model.lm_head.weight.data[3, 5] += 1  # type: ignore[index, union-attr, operator]
+
+        return changed if arm == "grouped_mm_compiled" else forward
+
+    monkeypatch.setattr(transformers_step.StepProblem, "_forward", changing)
+    problem = transformers_step.StepProblem(registry.Setting(CPU))
+    before = problem.model.lm_head.weight.detach().clone()  # type: ignore[union-attr, operator]
+    problem.case()
+    assert problem.check() is None
+    assert problem.left_out["grouped_mm_compiled"] == "grouped_mm_compiled changes parameters without the optimizer"
+    assert "grouped_mm_compiled" not in problem.agreement
+    assert {"mxep_mx", "mxep_mx_compiled"} <= set(problem.agreement)  # of the parameters as they were
+    assert torch.equal(problem.model.lm_head.weight, before)  # type: ignore[arg-type]
+
+
 def test_copies_share_parameters() -> None:
     problem = transformers_step.StepProblem(registry.Setting(CPU))
     problem.forwards["mxep_mx"]().backward()

@@ -11,8 +11,9 @@ The model is Qwen3-30B-A3B cut to 8 layers, with random weights in bf16; a step 
 | mxep_hp, mxep_mx | `transformers_5.accelerate`, wgrad in high precision and from MX bytes |
 | mxep_mx_compiled | the latter under torch.compile |
 
-An arm in bf16 that does not import, or fails, is named and left out, but for `grouped_mm`.  The check compares every arm's first loss and
-the gradients of the first and last layer, without the routers', with those of `grouped_mm`.  The limit is one dense GEMM for each product
+An arm in bf16 that does not import, fails, or changes a parameter without the optimizer, is named and left out, but for `grouped_mm`.  The
+check compares every arm's first loss and the gradients of the first and last layer, without the routers', with those of `grouped_mm`;
+compiled arms come last.  The limit is one dense GEMM for each product
 with weights, in FP8, and nothing else.
 """
 
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,7 +86,8 @@ class StepProblem:
         self.tokens = torch.randint(self.sizes["vocab_size"], (self.batch, self.seq_len), device=device)
         self.left_out: dict[str, str] = {}
         self.agreement: dict[str, dict[str, float]] = {}
-        self.forwards = {arm: forward for arm in (*BF16, *OURS) if (forward := self._forward(arm)) is not None}
+        arms = sorted((*BF16, *OURS), key=lambda arm: arm.endswith("compiled"))
+        self.forwards = {arm: forward for arm in arms if (forward := self._forward(arm)) is not None}
         self.timed = {arm: self.stages(arm) for arm in self.forwards}
         self.arms: dict[str, Arm] = {}
 
@@ -136,28 +139,41 @@ class StepProblem:
 
     def check(self) -> str | None:
         """Every arm against `grouped_mm`; keeps the distances."""
+        parameters = list(self.model.parameters())
+        before, bits = [parameter.detach().to("cpu", copy=True) for parameter in parameters], _bits(parameters)
         want = self._results(BASELINE)
         for arm in list(self.forwards):
             try:
                 got = self._results(arm)
+                problem = self._problem(arm, want, got)
             except Exception as error:
                 if arm in OURS or arm == BASELINE:
                     raise
-                self._leave_out(arm, short_reason(error))
-                continue
-            loss, base = float(got.pop("loss")), float(want["loss"])
-            worst = min(sqnr_db(want[name], value, None) for name, value in got.items())
-            if not abs(loss - base) <= _MOST_LOSS * abs(base) or not worst >= _LEAST_DB:
-                problem = f"{arm}: loss {loss:.4f} of {base:.4f}, worst gradient {worst:.1f} dB; want {_CHECK}"
-                if arm in OURS:
-                    return problem
+                problem = short_reason(error)
+            if not torch.equal(_bits(parameters), bits):
+                problem = f"{arm} changes parameters without the optimizer"
+                with torch.no_grad():
+                    for parameter, values in zip(parameters, before, strict=True):
+                        parameter.copy_(values)
+            if problem and (arm in OURS or arm == BASELINE):
+                return problem
+            if problem:
                 self._leave_out(arm, problem)
-            else:
-                self.agreement[arm] = {"loss": round(loss, 5), "worst_db": round(worst, 2)}
+        return None
+
+    def _problem(self, arm: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str | None:
+        """How far an arm is from `grouped_mm`, kept in `agreement`; what is wrong if that is too far."""
+        loss, base = float(got["loss"]), float(want["loss"])
+        db = {name: sqnr_db(want[name], value, None) for name, value in got.items() if name != "loss"}
+        worst = min(db, key=lambda name: -math.inf if math.isnan(db[name]) else db[name])
+        if not abs(loss - base) <= _MOST_LOSS * abs(base) or not db[worst] >= _LEAST_DB:
+            return f"{arm}: loss {loss:.4f} of {base:.4f}, worst gradient {worst}: {db[worst]:.1f} dB; want {_CHECK}"
+        self.agreement[arm] = {"loss": round(loss, 5), "worst_db": round(db[worst], 2)}
         return None
 
     def _leave_out(self, arm: str, why: str) -> None:
         self.left_out[arm] = why
+        self.agreement.pop(arm, None)
         del self.forwards[arm], self.timed[arm], self.arms[arm]
         self.optimizer.zero_grad()
 
@@ -197,6 +213,11 @@ class StepProblem:
         self.arms = self.timed | {"dense_fp8": self.limit()}
         title = f"{_MODEL} of {self.layers} layers, {shape['T']} tokens"
         return Case(title, shape, self.arms, self.check, compute_figures, facts, after=self.after, rounds=_ROUNDS)
+
+
+def _bits(parameters: Sequence[Tensor]) -> Tensor:
+    """A number for each parameter, of all of its bits."""
+    return torch.stack([parameter.detach().view(torch.int16).sum(dtype=torch.int64) for parameter in parameters])
 
 
 def _with_liger(model: nn.Module) -> dict[str, Any]:
