@@ -17,24 +17,8 @@ from mxep.cli import main
 from mxep.commands import lora_convergence
 from mxep.commands.lora_convergence import compare_arms
 
-SMALL = [
-    "--steps",
-    "3",
-    "--seeds",
-    "2",
-    "--rank",
-    "8",
-    "--batch",
-    "2",
-    "--seq-len",
-    "16",
-    "--eval-every",
-    "1",
-    "--eval-tokens",
-    "64",
-    "--device",
-    "cpu",
-]
+SIZES = {"steps": 3, "seeds": 2, "rank": 8, "batch": 2, "seq-len": 16, "eval-every": 1, "eval-tokens": 64}
+SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))] + ["--device", "cpu"]
 
 
 def make_base(folder: Path) -> Path:

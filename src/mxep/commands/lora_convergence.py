@@ -1,6 +1,6 @@
 """`mxep lora-convergence`: LoRA adapters on a base frozen in MXFP8 and on the same base in bf16, several seeds of each, compared.
 
-    mxep train --model qwen3_debug --steps 2000 --out runs/base
+    mxep train --model qwen3_small --recipe bf16 --out runs/base
     mxep convert runs/base runs/base-hf
     mxep lora-convergence --base runs/base-hf --out runs/lora --seconds 540
 
