@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from mxep.bench.records import device_name, origin, write_records
 from mxep.commands.convergence import arm_of, missing_for_verdict
-from mxep.device import default_device_type
+from mxep.device import default_device_type, resolve_gemm_path
 from mxep.models.loss import IGNORE
+from mxep.recipe import Recipe
 from mxep.train.data.loader import Batch, TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer
 
@@ -56,7 +57,8 @@ def command(argv: Sequence[str]) -> int:
                 _say(f"stopped; the same command continues in {options.out}")
                 return 0
             records[arm].append(found)
-    _finish(records, options, device)
+    data = {"documents": corpus.num_train_documents, "held_out_documents": corpus.num_held_out_documents, "fingerprint": corpus.fingerprint}
+    _finish(records, options, device, data)
     return 0
 
 
@@ -155,7 +157,7 @@ def _train(
                 parameter.copy_(state["adapters"][name])
         optimizer.load_state_dict(state["optimizer"])
         sequences.load_state_dict({"sequences": start * options.batch, "seed": seed})
-    records.append({"kind": "run", "step": start, "gemm_path": ARMS[arm]})
+    records.append({"kind": "run", "step": start, "gemm_path": _gemm_path(arm, device)})
     if not start:
         records.append({"kind": "held_out", "step": 0, "loss": _evaluate(model, held_out, device)})
     for step in range(start + 1, options.steps + 1):
@@ -179,6 +181,12 @@ def _train(
         if stopped and step < options.steps:
             return None
     return records
+
+
+def _gemm_path(arm: str, device: torch.device) -> str | None:
+    """The path of the experts' GEMMs; None in bf16."""
+    recipe = Recipe.named(ARMS[arm])
+    return resolve_gemm_path(recipe.gemm_path, device) if recipe.gemm == "mxfp8" else None
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -230,7 +238,7 @@ def compare_arms(runs: dict[str, list[list[dict[str, Any]]]], steps: int) -> dic
     }
 
 
-def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Namespace, device: torch.device) -> None:
+def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Namespace, device: torch.device, data: dict[str, Any]) -> None:
     """Prints the table and the verdict, writes the record."""
     from mxep.bench.report import lora_convergence_table
 
@@ -240,6 +248,7 @@ def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Names
         "device": device_name(device),
         "world_size": 1,
         "model": json.loads((Path(options.base) / "config.json").read_text()),
+        "data": data,
         **{name: getattr(options, name) for name in ("steps", "seeds", "rank", "batch", "seq_len", "lr", "eval_every", "eval_tokens")},
         **compare_arms(runs, options.steps),
         **origin(f"{PROGRAM} --base FOLDER --out FOLDER {' '.join(asked)}"),
