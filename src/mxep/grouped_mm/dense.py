@@ -71,11 +71,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _one_group(w: Tensor) -> Tensor:
-    """(N, K) -> (1, N, K); of a frozen weight past the dispatcher, which costs the host more than a launch."""
-    return w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
-
-
 def _scaled_product(x: Tensor, factor: Tensor, scaling: float) -> Tensor:
     """scaling * x (M, K) @ factor (K, R), rounded once."""
     return x.new_empty(x.shape[0], factor.shape[1]).addmm_(x, factor, beta=0, alpha=scaling)
@@ -87,24 +82,16 @@ def _factor_gradient(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right, out_dtype=dtype) if unrounded else torch.mm(left, right).to(dtype)
 
 
-def _multiply(
-    ctx: Any, rows: Tensor, w: Tensor, bias: Tensor | None, gemm: GemmOptions | None, kept: CachedWeight | None
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Rows (M, K) times w (N, K) -> (M, N), and what `_gradients` reads; without `gemm` by torch's GEMM in the rows' dtype."""
-    if gemm is not None:
-        return multiply(ctx, rows, _one_group(w), _group_end(rows), bias, gemm, kept=kept)
+def _multiply_hp(ctx: Any, rows: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Rows (M, K) times w (N, K) -> (M, N) by torch's GEMM in the rows' dtype, and what `_gradients_hp` reads."""
     rows, weight = dequantize_data(rows), dequantize_data(w, rows.dtype)
     saved = rows if ctx.needs_input_grad[1] else None, w if isinstance(w, MXWeight) else weight
     return F.linear(rows, weight, None if bias is None else bias.to(rows.dtype)), saved
 
 
-def _gradients(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of rows, w and bias from that of `_multiply`'s result (M, N), MX or plain."""
-    needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
-    if ctx.gemm is not None:
-        d_rows, d_w, d_bias = gradients(ctx, saved, _group_end(grad), grad, needs_x, needs_w, needs_bias)
-        return d_rows, None if d_w is None else d_w.squeeze(0), d_bias
-    rows, w = saved
+def _gradients_hp(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of rows, w and bias from that of the result (M, N)."""
+    (rows, w), (needs_x, needs_w, needs_bias, *_) = saved, ctx.needs_input_grad
     d_rows = grad @ dequantize_data(w, grad.dtype) if needs_x else None
     return d_rows, grad.t() @ rows if needs_w else None, grad.sum(0) if needs_bias else None
 
@@ -117,35 +104,44 @@ class _DenseMM(torch.autograd.Function):
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
-        scaling: float,
-        dropped: Tensor | None,
         gemm: GemmOptions | None,
         kept: CachedWeight | None,
+        a: Tensor | None = None,
+        b: Tensor | None = None,
+        scaling: float = 1.0,
+        dropped: Tensor | None = None,
     ) -> Tensor:
         ctx.gemm, ctx.lead, ctx.scaling, ctx.drops = gemm, x.shape[:-1], scaling, dropped is not None
         rows = _rows(x)
         of_adapter: Sequence[Tensor | None] = (None,) * 4
-        out, saved = _multiply(ctx, rows, w, bias, gemm, kept)
+        if gemm is None:
+            out, saved = _multiply_hp(ctx, rows, w, bias)
+        else:  # a frozen weight past the dispatcher, which costs the host more than a launch
+            group = w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
+            out, saved = multiply(ctx, rows, group, _group_end(rows), bias, gemm, kept=kept)
         if a is not None and b is not None:
             ctx.dtypes = a.dtype, b.dtype
             adapted, a, b = dequantize_data(rows) if dropped is None else _rows(dropped), a.to(x.dtype), b.to(x.dtype)
             inner = _scaled_product(adapted, a.t(), scaling)
             out.addmm_(inner, b.t())
-            of_adapter = a, b, inner, adapted if ctx.needs_input_grad[3] else None
+            of_adapter = a, b, inner, adapted if ctx.needs_input_grad[5] else None
         ctx.save_for_backward(*of_adapter, *saved)
         return out if x.dim() == 2 else unflatten_rows(out, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         a, b, inner, adapted, *saved = ctx.saved_tensors
-        needs_a, needs_b, _, needs_dropped = ctx.needs_input_grad[3:7]
+        needs_x, needs_w, needs_bias, _, _, *of_adapter = ctx.needs_input_grad
         d_y, d_a, d_b, d_dropped = _rows(grads[0]), None, None, None
         if a is not None:
             d_y = dequantize_data(d_y).contiguous()
-        d_rows, d_w, d_bias = _gradients(ctx, saved, d_y)
+        if ctx.gemm is None:
+            d_rows, d_w, d_bias = _gradients_hp(ctx, saved, d_y)
+        else:
+            d_rows, d_w, d_bias = gradients(ctx, saved, _group_end(d_y), d_y, needs_x, needs_w, needs_bias)
+            d_w = None if d_w is None else d_w.squeeze(0)
         if a is not None:
+            needs_a, needs_b, _, needs_dropped = of_adapter
             d_inner = _scaled_product(d_y, b, ctx.scaling)
             d_a = _factor_gradient(d_inner.t(), adapted, ctx.dtypes[0]) if needs_a else None
             d_b = _factor_gradient(d_y.t(), inner, ctx.dtypes[1]) if needs_b else None
@@ -154,7 +150,7 @@ class _DenseMM(torch.autograd.Function):
             if d_rows is not None and not ctx.drops:
                 d_rows.addmm_(d_inner, a)
         d_x = d_rows if d_rows is None or len(ctx.lead) == 1 else d_rows.view(*ctx.lead, d_rows.shape[-1])
-        return d_x, d_w, d_bias, d_a, d_b, None, d_dropped, None, None
+        return (d_x, d_w, d_bias, None, None, d_a, d_b, None, d_dropped)[: 5 + len(of_adapter)]
 
 
 _Like = tuple[torch.Size, torch.dtype, torch.device]  # what is checked of an operand
@@ -211,8 +207,8 @@ def dense_mm(
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
     trains = torch.is_grad_enabled() and w.requires_grad
     gemm = options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe) if recipe.gemm == "mxfp8" else None
-    if recipe.multiplies_in_hp(x.shape[:-1].numel(), 1):
+    if gemm is None or (recipe.hp_below_rows and recipe.multiplies_in_hp(x.shape[:-1].numel(), 1)):
         if lora is None:
             return F.linear(x.dequantize() if isinstance(x, MXTensor) else x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
         gemm = None
-    return _DenseMM.apply(x, w, bias, *(lora or (None, None, 1.0, None)), gemm, kept)
+    return _DenseMM.apply(x, w, bias, gemm, kept, *(lora or ()))

@@ -71,12 +71,6 @@ def _arguments(
     return Arguments(weight, results, _WeightScales(*(_Part(*part) for part in scales)))
 
 
-def _parts(first: torch.Tensor, second: torch.Tensor | None) -> _Parts:
-    """The fields of two `_Part`; without a second weight, which nothing reads then, the first's again."""
-    part = _part(first)
-    return part, part if second is None else _part(second)
-
-
 def _part(x: torch.Tensor) -> tuple[int, int, int]:
     size = x.element_size()
     return x.data_ptr(), x.stride(0) * size, x.stride(1) * size
@@ -114,7 +108,8 @@ def quantize_weight(
     (G, split, C), item_bytes = first.shape, 1 if scale is not None else 2 if first.dtype == torch.bfloat16 else 4
     one = aligned(first.float() if first.dtype == torch.float16 else first)
     other = None if second is None else aligned(second.float() if second.dtype == torch.float16 else second)
-    one_scale, other_scale = (part if part is None else part.view(torch.uint8).contiguous() for part in (scale, second_scale))
+    one_scale = None if scale is None else scale.view(torch.uint8).contiguous()
+    other_scale = None if second_scale is None else second_scale.view(torch.uint8).contiguous()
     R, device = split + (0 if second is None else second.shape[1]), first.device
     scale_words = G * R * rowwise, G * C * columnwise
     words = first.new_zeros(sum(scale_words) + G + 1, dtype=torch.float32)  # zeros of integers too
@@ -123,8 +118,10 @@ def quantize_weight(
     if G * R * C:
         kernel = _kernel(item_bytes, rowwise, columnwise, round_to_bf16 and item_bytes == 4, scaling_mode)
         addresses = 0 if q is None else q.data_ptr(), 0 if qt is None else qt.data_ptr(), words.data_ptr()
-        scales = _NO_SCALES if one_scale is None else _parts(one_scale, other_scale)
-        arguments = _arguments(_parts(one, other), scales, split, R, C, G, *addresses, scale_words)
+        part = _part(one)  # and, as nothing reads it then, in place of a second one
+        parts = part, part if other is None else _part(other)
+        scales = _NO_SCALES if one_scale is None else (_part(one_scale), _part(one_scale if other_scale is None else other_scale))
+        arguments = _arguments(parts, scales, split, R, C, G, *addresses, scale_words)
         kernel.run(device.index, multiprocessors(device) * tiles.WEIGHT[item_bytes].min_blocks, arguments)
     results = list[torch.Tensor]()
     if q is not None:

@@ -241,8 +241,9 @@ def check_weight(
         parts = (first,) if second is first else (first, second)
         got = " and ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
         raise ValueError(f"{where}: {got}, want (G, R, C), and (G, S, C) of the same dtype if there are two weights")
-    _check_scale(where, "scale", first, scale)
-    _check_scale(where, "second_scale", second, second_scale)
+    if scale is not None or second_scale is not None or first.dtype == torch.float8_e4m3fn:
+        _check_scale(where, "scale", first, scale)
+        _check_scale(where, "second_scale", second, second_scale)
     dtypes = QUANTISABLE if scale is None else (first.dtype,)
     check_input(where, first, -1, scaling_mode, dtypes)
     check_input(where, first, -2, scaling_mode, dtypes)
