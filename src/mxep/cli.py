@@ -11,6 +11,7 @@ import mxep
 COMMANDS: dict[str, tuple[str, str]] = {  # name: (module whose `command(argv) -> exit status` runs it, what it does)
     "train": ("mxep.train.rank_launcher", "train a MoE model; with no options a small one, on text that every machine has"),
     "convergence": ("mxep.commands.convergence", "several seeds in MXFP8 and in bf16: do they reach the same loss?"),
+    "lora-convergence": ("mxep.commands.lora_convergence", "several seeds of LoRA on a base in MXFP8 and in bf16: the same loss?"),
     "generate": ("mxep.commands.generate", "continue a prompt with the model of a run or of a Hugging Face folder"),
     "convert": ("mxep.train.convert", "write a run's weights as a Hugging Face folder"),
     "bench": ("mxep.bench.command", "check and time the kernels and the pipeline; `report` writes README and plots from the records"),

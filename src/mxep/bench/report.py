@@ -403,6 +403,22 @@ def convergence_table(records: Records) -> str:
     return markdown(f"held-out loss over the last tenth | recipe | mean | seeds | {against}", rows)
 
 
+def lora_convergence_table(records: Records) -> str:
+    """Held-out losses of LoRA on a base in MXFP8 and in bf16: by arm the mean, the seeds and their standard deviation."""
+    rows = []
+    for record in records:
+        *_, baseline = record["arms"]
+        what = f"{record_place(record)}, rank {record['rank']}, {record['steps']} steps of {record['batch'] * record['seq_len']} bytes"
+        verdict = "no verdict" if record["no_verdict"] else "yes" if record["within_spread"] else "no"
+        for name, arm in record["arms"].items():
+            spread = "" if arm["held_out_std"] is None else f"{arm['held_out_std']:.4f}"
+            compared = ["", ""] if name == baseline else [f"{record['difference']:+.4f}", verdict]
+            seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
+            rows.append([what, name, f"{arm['held_out_mean']:.4f}", seeds, spread, *compared])
+    columns = "arm | mean | seeds | standard deviation | mean against bf16 | within bf16's standard deviation"
+    return markdown(f"held-out loss over the last tenth | {columns}", rows)
+
+
 def train_table(records: Records) -> str:
     """Whole training steps: speed, memory and share of the peak of every arm and of the baseline."""
     rows = []
@@ -485,6 +501,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "swiglu": memory_table,
     "optimizer": memory_table,
     "convergence": convergence_table,
+    "lora_convergence": lora_convergence_table,
     "train": train_table,
 }
 

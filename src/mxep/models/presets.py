@@ -1,7 +1,8 @@
 """Model shapes as plain dataclasses, and the presets. Imports no torch.
 
 Names with dsv3 are of DeepSeek-V3's family, names with qwen3 of Qwen3-MoE's. Two CPU cores train the models named _cpu on real text within
-two minutes. `mxep convergence` trains dsv3_small: bytes as tokens, DeepSeek-V3's router.
+two minutes. `mxep convergence` trains dsv3_small: bytes as tokens, DeepSeek-V3's router. qwen3_small is as large, as a base for
+`mxep lora-convergence`.
 """
 
 from __future__ import annotations
@@ -304,6 +305,10 @@ MODELS: dict[str, ModelConfig] = {
         vocab_size=2048, dim=256, num_layers=6, expert_hidden=256, num_experts=16, top_k=4, num_heads=16, num_kv_heads=4, head_dim=64,
         init_by_depth=True, output_init_std=256**-0.5, balance_loss=1.5e-3,
     ),
+    "qwen3_small": Qwen3MoEConfig(
+        vocab_size=256, dim=768, num_layers=4, expert_hidden=512, num_experts=32, top_k=4, num_heads=12, num_kv_heads=4, head_dim=64,
+        init_by_depth=True, output_init_std=768**-0.5, balance_loss=1.5e-3,
+    ),
     "qwen3_30b_a3b": Qwen3MoEConfig(
         vocab_size=151936, dim=2048, num_layers=48, expert_hidden=768, num_experts=128, top_k=8, num_heads=32, num_kv_heads=4,
         balance_loss=6e-3,
@@ -318,6 +323,7 @@ TRAIN_DEFAULTS: dict[str, TrainDefaults] = {
     "dsv3_671b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=2000),
     "qwen3_debug_cpu": TrainDefaults(steps=120, batch=8, seq_len=128, lr=4e-3, warmup=20),
     "qwen3_debug": TrainDefaults(steps=1000, batch=16, seq_len=1024, lr=8e-4, warmup=50),
+    "qwen3_small": TrainDefaults(steps=2000, batch=24, seq_len=512, lr=6e-4, warmup=100),
     "qwen3_30b_a3b": TrainDefaults(steps=1000, batch=1, seq_len=4096, lr=2.2e-4, warmup=200),
 }
 

@@ -1,0 +1,264 @@
+"""`mxep lora-convergence`: LoRA adapters on a base frozen in MXFP8 and on the same base in bf16, several seeds of each, compared.
+
+    mxep train --model qwen3_small --recipe bf16 --out runs/base
+    mxep convert runs/base runs/base-hf
+    mxep lora-convergence --base runs/base-hf --out runs/lora --seconds 540
+
+The last command continues where it stopped when it is given again.  A seed decides the adapters' initial values and the order of the text,
+both the same in both arms.  The base of `mxep train` has seen the Python standard library; adapters learn the source of the transformers
+package, unless --data names another text.  A verdict needs what `mxep convergence` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mxep.bench.records import device_name, origin, write_records
+from mxep.commands.convergence import arm_of, missing_for_verdict
+from mxep.device import default_device_type, resolve_gemm_path
+from mxep.models.loss import IGNORE
+from mxep.recipe import Recipe
+from mxep.train.data.loader import Batch, TrainingSequences, held_out_batches, load_corpus
+from mxep.train.data.tokenizer import ByteTokenizer
+
+PROGRAM = "mxep lora-convergence"
+ARMS = {"lora_mx": "mxfp8_wgrad_with_hp", "lora_bf16": "hp"}  # recipe of the base's products; the last arm is the baseline
+PLAN_FILE, STATE_FILE = "plan.json", "state.pt"
+_POSITIVE = ("steps", "seeds", "rank", "batch", "seq_len", "eval_every", "eval_tokens", "lr", "seconds")
+_NOT_COMPARED = ("out", "seconds", "record")  # options that may change from piece to piece
+_WARM_UP, _LAST_LR = 0.05, 0.1  # share of the steps, and of the learning rate at the end
+_ON_ATTENTION, _ON_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `mxep lora-convergence <argv>`; returns 0 if done or stopped by --seconds. ValueError: wrong options, text or base."""
+    started = time.monotonic()
+    options = _parse(argv)
+    deadline = None if options.seconds is None else started + options.seconds
+    device = torch.device(default_device_type() if options.device == "auto" else options.device)
+    corpus = load_corpus(options.data, ByteTokenizer(), report=_say)
+    held_out = held_out_batches(corpus.held_out, options.seq_len, options.batch, options.eval_tokens)
+    records: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in ARMS}
+    for seed in range(options.seeds):
+        for arm in ARMS:
+            sequences = TrainingSequences(corpus.train, options.seq_len, options.batch, seed=seed)
+            found = _train(arm, seed, options, sequences, held_out, device, deadline)
+            if found is None:
+                _say(f"stopped; the same command continues in {options.out}")
+                return 0
+            records[arm].append(found)
+    data = {"documents": corpus.num_train_documents, "held_out_documents": corpus.num_held_out_documents, "fingerprint": corpus.fingerprint}
+    _finish(records, options, device, data)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, which are kept in --out. Raises ValueError for a wrong one, or for others than those of the runs in --out."""
+    parser = argparse.ArgumentParser(PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", required=True, help="folder of a Qwen3-MoE model whose tokens are bytes, written by `mxep convert`")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--data", nargs="+", default=None, help="text, as of `mxep train` (default: the transformers package)")
+    parser.add_argument("--steps", type=int, default=2000, help="of a run (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="of each arm (default %(default)s, the least for a verdict)")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=24, help="sequences a step (default %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=512, help="bytes a sequence (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="(default %(default)s)")
+    parser.add_argument("--eval-every", type=int, default=40, help="steps between evaluations (default %(default)s)")
+    parser.add_argument("--eval-tokens", type=int, default=98304, help="of an evaluation (default %(default)s)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=None, help="stop after this time; the same command continues (default: never)")
+    parser.add_argument(
+        "--record", type=Path, default=None, metavar="FOLDER", help="write FOLDER/lora_convergence-DEVICE-1.json at the end"
+    )
+    options = parser.parse_args(list(argv))
+    for name in _POSITIVE:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
+    if options.eval_every > (most := max(options.steps // 10, 1)):
+        raise ValueError(
+            f"--eval-every={options.eval_every} of {options.steps} steps, want an evaluation in the last tenth: {most} or less"
+        )
+    if options.data is None:
+        options.data = [str(_transformers_folder())]
+    if not (Path(options.base) / "config.json").is_file():
+        raise ValueError(f"--base: {options.base} has no config.json, want a folder that `mxep convert` wrote")
+    plan = {name: value for name, value in vars(options).items() if name not in _NOT_COMPARED}
+    path = options.out / PLAN_FILE
+    if path.exists():
+        kept = json.loads(path.read_text())
+        if changed := [f"{name}={value}, want {kept.get(name)}" for name, value in plan.items() if kept.get(name) != value]:
+            raise ValueError(f"{options.out} holds runs with other options: {'; '.join(changed)}; give those, or choose another --out")
+        return options
+    options.out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(plan, indent=1) + "\n")
+    return options
+
+
+def _transformers_folder() -> Path:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"{PROGRAM}: {error}; want transformers and peft installed") from error
+    return Path(transformers.__file__).parent
+
+
+def lora_model(base: str, arm: str, rank: int, seed: int, device: torch.device) -> nn.Module:
+    """The base in bf16, or frozen in MXFP8 for `lora_mx`, with new adapters of `rank` on attention and experts."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from mxep.integrations import peft_0_21, transformers_5
+    from mxep.integrations.transformers_quantizer import MXFP8Config
+
+    frozen = {"quantization_config": MXFP8Config()} if arm == "lora_mx" else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, device_map=device, **frozen)
+    transformers_5.accelerate(model, ARMS[arm])
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_ON_ATTENTION, target_parameters=_ON_EXPERTS)
+    torch.manual_seed(seed)
+    wrapped: nn.Module = get_peft_model(model, peft_0_21.register(lora))
+    return wrapped.train()
+
+
+def _train(
+    arm: str,
+    seed: int,
+    options: argparse.Namespace,
+    sequences: TrainingSequences,
+    held_out: Sequence[Batch],
+    device: torch.device,
+    deadline: float | None,
+) -> list[dict[str, Any]] | None:
+    """Train one run from its newest state to the end; returns its records, None if the deadline passed."""
+    path = options.out / f"{arm}-seed{seed}" / STATE_FILE
+    path.parent.mkdir(exist_ok=True)
+    state = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
+    if state is not None and state["step"] >= options.steps:
+        return list(state["records"])
+    model = lora_model(options.base, arm, options.rank, seed, device)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=options.lr, weight_decay=0.0, fused=device.type == "cuda")
+    start, records = 0, list[dict[str, Any]]()
+    if state is not None:
+        start, records = state["step"], state["records"]
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(state["adapters"][name])
+        optimizer.load_state_dict(state["optimizer"])
+        sequences.load_state_dict({"sequences": start * options.batch, "seed": seed})
+    records.append({"kind": "run", "step": start, "gemm_path": _gemm_path(arm, device)})
+    if not start:
+        records.append({"kind": "held_out", "step": 0, "loss": _evaluate(model, held_out, device)})
+    for step in range(start + 1, options.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * _schedule(step, options.steps)
+        loss = _loss(model, sequences.next_batch(), device)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append({"kind": "step", "step": step, "loss": loss.item()})
+        evaluated, stopped = step % options.eval_every == 0, deadline is not None and time.monotonic() > deadline
+        if evaluated:
+            records.append({"kind": "held_out", "step": step, "loss": _evaluate(model, held_out, device)})
+            _say(f"{arm}-seed{seed} step {step} of {options.steps}: held-out loss {records[-1]['loss']:.4f}")
+        if evaluated or stopped or step == options.steps:
+            adapters = {name: parameter.detach() for name, parameter in trained.items()}
+            partial = path.with_name(f".{path.name}.partial")
+            torch.save({"step": step, "adapters": adapters, "optimizer": optimizer.state_dict(), "records": records}, partial)
+            partial.replace(path)
+        if stopped and step < options.steps:
+            return None
+    return records
+
+
+def _gemm_path(arm: str, device: torch.device) -> str | None:
+    """The path of the experts' GEMMs; None in bf16."""
+    recipe = Recipe.named(ARMS[arm])
+    return resolve_gemm_path(recipe.gemm_path, device) if recipe.gemm == "mxfp8" else None
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Share of the learning rate at a step from 1 on: rises linearly, then falls linearly.
+
+    >>> [round(_schedule(step, 100), 3) for step in (1, 5, 100)]
+    [0.2, 1.0, 0.1]
+    """
+    warm_up = max(int(steps * _WARM_UP), 1)
+    if step <= warm_up:
+        return step / warm_up
+    return 1 - (1 - _LAST_LR) * (step - warm_up) / (steps - warm_up)
+
+
+def _loss(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """Mean loss in nats per byte, of all labels but the last of a sequence: transformers shifts labels by one itself."""
+    labels = F.pad(batch.labels[:, :-1], (1, 0), value=IGNORE)
+    loss: Tensor = model(input_ids=batch.inputs.to(device), labels=labels.to(device), use_cache=False).loss
+    return loss
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, batches: Sequence[Batch], device: torch.device) -> float:
+    counts = [int((batch.labels[:, :-1] != IGNORE).sum()) for batch in batches]
+    model.eval()
+    losses = [_loss(model, batch, device).item() * count for batch, count in zip(batches, counts, strict=True)]
+    model.train()
+    return sum(losses) / sum(counts)
+
+
+def compare_arms(runs: dict[str, list[list[dict[str, Any]]]], steps: int) -> dict[str, Any]:
+    """Results of a record: each arm as in `mxep convergence`, with the standard deviation of its seeds; the last arm is the baseline.
+
+    Returns:
+        arms; `difference` of the means, nats per byte; whether it is at most the baseline's standard deviation; what is missing for a
+        verdict.
+    """
+    arms = {name: arm_of(records, steps) for name, records in runs.items()}
+    for arm in arms.values():
+        arm["held_out_std"] = round(statistics.stdev(arm["held_out"]), 6) if len(arm["held_out"]) > 1 else None
+    ours, base = arms.values()
+    difference = round(ours["held_out_mean"] - base["held_out_mean"], 6)
+    spread = base["held_out_std"]
+    return {
+        "arms": arms,
+        "difference": difference,
+        "within_spread": None if spread is None else abs(difference) <= spread,
+        "no_verdict": missing_for_verdict(base, steps),
+    }
+
+
+def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Namespace, device: torch.device, data: dict[str, Any]) -> None:
+    """Prints the table and the verdict, writes the record."""
+    from mxep.bench.report import lora_convergence_table
+
+    asked = [f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name in _POSITIVE and value is not None]
+    record: dict[str, Any] = {
+        "benchmark": "lora_convergence",
+        "device": device_name(device),
+        "world_size": 1,
+        "model": json.loads((Path(options.base) / "config.json").read_text()),
+        "data": data,
+        **{name: getattr(options, name) for name in ("steps", "seeds", "rank", "batch", "seq_len", "lr", "eval_every", "eval_tokens")},
+        **compare_arms(runs, options.steps),
+        **origin(f"{PROGRAM} --base FOLDER --out FOLDER {' '.join(asked)}"),
+    }
+    _say(lora_convergence_table([record]))
+    if record["no_verdict"]:
+        _say(f"no verdict: {'; '.join(record['no_verdict'])}")
+    if options.record is not None:
+        _say(f"record {write_records('lora_convergence', record['device'], 1, [record], options.record)}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

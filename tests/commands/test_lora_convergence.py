@@ -1,0 +1,84 @@
+"""`mxep lora-convergence` on a CPU: two pieces give what one gives, the record and its table, verdicts, and what it refuses."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from mxep.bench import report
+from mxep.cli import main
+from mxep.commands import lora_convergence
+from mxep.commands.lora_convergence import compare_arms
+
+SIZES = {"steps": 3, "seeds": 2, "rank": 8, "batch": 2, "seq-len": 16, "eval-every": 1, "eval-tokens": 64}
+SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))] + ["--device", "cpu"]
+
+
+def make_base(folder: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=256, **sizes, **heads)).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_examples() -> None:
+    assert doctest.testmod(lora_convergence) == (0, 1)
+
+
+def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["lora-convergence", "--base", str(make_base(tmp_path / "base")), "--data", json.__path__[0], *SMALL]
+    assert main([*words, "--out", str(tmp_path / "whole"), "--record", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "no verdict: 2 seeds have no spread, want --seeds 3 or more" in said
+    (record,) = json.loads((tmp_path / "lora_convergence-cpu-1.json").read_text())
+    assert report.TABLES["lora_convergence"]([record]) in said
+    assert [arm["gemm_path"] for arm in record["arms"].values()] == ["reference", None]
+    starts = [[curves["held_out"][0] for curves in record["arms"][arm]["curves"]] for arm in lora_convergence.ARMS]
+    assert starts[0] == pytest.approx(starts[1], rel=2e-3)  # the same base; new adapters add nothing
+    assert record["arms"]["lora_bf16"]["held_out"][0] != record["arms"]["lora_bf16"]["held_out"][1]
+    for _ in range(8):  # one step each
+        assert main([*words, "--out", str(tmp_path / "pieces"), "--seconds", "1e-9"]) == 0
+        assert "the same command continues" in capsys.readouterr().out
+    assert main([*words, "--out", str(tmp_path / "pieces"), "--record", str(tmp_path / "again")]) == 0
+    (again,) = json.loads((tmp_path / "again" / "lora_convergence-cpu-1.json").read_text())
+    for name, arm in record["arms"].items():
+        assert again["arms"][name]["held_out"] == pytest.approx(arm["held_out"], rel=1e-5)
+    assert main([*words, "--out", str(tmp_path / "pieces"), "--rank", "4"]) == 2
+    assert "rank=4, want 8" in capsys.readouterr().err
+
+
+def run(end: float) -> list[dict]:
+    records: list[dict] = [{"kind": "run", "step": 0, "gemm_path": "hp"}]
+    return records + [{"kind": kind, "step": step, "loss": end} for step in range(1, 41) for kind in ("step", "held_out")]
+
+
+@pytest.mark.parametrize(("ours", "within"), [(2.015, True), (2.03, False)])
+def test_verdicts_by_hand(ours: float, within: bool) -> None:
+    """The baseline's seeds have the mean 2.01 and the standard deviation 0.01."""
+    found = compare_arms({"lora_mx": [run(ours)] * 3, "lora_bf16": [run(end) for end in (2.0, 2.01, 2.02)]}, 40)
+    assert found["no_verdict"] == []
+    assert found["arms"]["lora_bf16"]["held_out_std"] == 0.01
+    assert found["difference"] == pytest.approx(ours - 2.01)
+    assert found["within_spread"] is within
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "0"], "--seeds=0, want more than 0"),
+        (["--eval-every", "300"], "--eval-every=300 of 2000 steps"),
+        ([], "has no config.json"),
+    ],
+)
+def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["lora-convergence", "--base", str(tmp_path), "--out", str(tmp_path / "runs"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
