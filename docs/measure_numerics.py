@@ -21,7 +21,7 @@ import mxep
 from mxep import FusedMoE, MoE, MoEConfig, ScaleCalculationMode
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.moe import RuntimeEPConfig
-from mxep.moe.router_product import logits_of
+from mxep.moe.router import logits_of
 
 ROWS, D, N, L = 1024, 512, 256, 4
 RECIPES = tuple(name if name != "hp" else "bf16" for name in mxep.recipe.RECIPES)

@@ -30,6 +30,11 @@ class OwnMoE(MoE):
         return 2 * super().forward(x)
 
 
+class OwnSum(MoE):
+    def _sum_choices(self, rows: Tensor, scores: Tensor, order: Tensor) -> Tensor:
+        return super()._sum_choices(rows, scores.square(), order)
+
+
 class OwnRouter(Router):
     def forward(self, tokens: Tensor, expert_bias: Tensor | None = None) -> Routing:
         return super().forward(tokens.tanh(), expert_bias)
@@ -51,6 +56,7 @@ def hooked(of: Callable[[MoE], nn.Module]) -> Callable[[MoE], object]:
     ("kind", "change", "named"),
     [
         (OwnMoE, lambda _: None, ("OwnMoE with Router and Experts",)),
+        (OwnSum, lambda _: None, ("OwnSum with Router and Experts",)),
         (MoE, own_router, ("MoE with OwnRouter and Experts",)),
         (MoE, foreign_router, ("MoE with Identity and Experts",)),
         (MoE, lambda moe: recompute_blocks([moe], "full"), ("MoE", "recomputes")),
@@ -59,7 +65,17 @@ def hooked(of: Callable[[MoE], nn.Module]) -> Callable[[MoE], object]:
         (MoE, hooked(lambda moe: moe.router.gate), ("Linear", "hooks")),
         (MoE, lambda moe: moe.experts.register_full_backward_hook(lambda *_: None), ("Experts", "hooks")),
     ],
-    ids=["a forward", "a router", "no router", "recomputation", "a hook", "a hook of the experts", "a hook of the gate", "a backward hook"],
+    ids=[
+        "a forward",
+        "a step",
+        "a router",
+        "no router",
+        "recomputation",
+        "a hook",
+        "a hook of the experts",
+        "a hook of the gate",
+        "a backward hook",
+    ],
 )
 def test_what_would_be_lost_is_refused(kind: type[MoE], change: Callable[[MoE], object], named: tuple[str, ...]) -> None:
     torch.manual_seed(0)

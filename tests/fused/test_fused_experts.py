@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mxep.fused import autograd
 from mxep.fused import options as fused_options
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, SwiGLU, fused_experts, fused_moe, saved_bytes
-from mxep.moe.router import route_without_gradient
-from mxep.moe.router_product import logits_of
+from mxep.moe.router import logits_of, route_without_gradient
 from mxep.recipe import RECIPES
 from mxep.shapes import round_up
 

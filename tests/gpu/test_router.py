@@ -9,7 +9,7 @@ import torch
 from tests import route_cases
 
 from mxep import reference
-from mxep.moe.router_product import RouterProduct
+from mxep.moe.router import RouterProduct
 from mxep.ops import kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]

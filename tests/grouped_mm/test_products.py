@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mxep.device import GEMM_PATHS
 from mxep.grouped_mm import products
 from mxep.grouped_mm.function import _GroupedMM
 from mxep.mx import MXWeight
@@ -30,6 +31,7 @@ def test_plain_rows_of_an_fp8_path_are_quantised_in_one_pass(wgrad: str, forms: 
     monkeypatch.setattr(products.GemmOptions, "rebased", "row")
     monkeypatch.setattr(products.direct, "quantize_rows", recorded)
     monkeypatch.setattr(products.direct, "quantize", refused)
+    monkeypatch.setattr(products.Weights, "make_both", lambda _: (None, None))
     monkeypatch.setattr(products.Weights, "quantized", lambda _, which: w_mx[which == "dgrad"])
     gemm = products.gemm_options(x.device, x.dtype, "reference", wgrad, "rceil", False)
     y = _GroupedMM.apply(x, w, offs, None, gemm, None)
@@ -64,7 +66,7 @@ def test_the_other_form_of_frozen_weights(which: str, transposed: tuple[bool, ..
     want = products._quantize_weight(values if which == "forward" else values.transpose(-2, -1), "rceil")
     want = products.direct.rebase_weight(*want) if path == "fp8" else want
     monkeypatch.setattr(products.direct, "dequantize", lambda *arguments: (made.append(arguments[2]), dequantize(*arguments))[1])
-    gemm = products.GemmOptions(torch.bfloat16, "hp", "rceil", path, path, False)
+    gemm = products.GemmOptions(torch.bfloat16, "hp", "rceil", path, path, GEMM_PATHS[path].granularity, False)
     got = products.Weights(parts[0], parts[1] if len(parts) > 1 else None, gemm).quantized(which)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
     through_values = path == "reference" or (len(parts) > 1 and any(transposed))

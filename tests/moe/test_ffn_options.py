@@ -250,6 +250,7 @@ def test_nothing_is_computed_that_nobody_wants(recipe: str, leaves: tuple[str, .
 def test_the_activation_rebases_what_an_fp8_gemm_reads(recipe: str, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """h and the gradient of gate and up, as on Hopper; no gradient of a weight reads these."""
     monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity=granularity))
+    monkeypatch.setattr(GemmOptions, "rebased", granularity)
     module, (x, dy) = experts(recipe), rows(recipe)
     held, weight_gradients = [], ffn.weight_gradients
     monkeypatch.setattr(ffn, "weight_gradients", lambda *args: (held.append(args[2].gate_up.rebased), weight_gradients(*args))[1])

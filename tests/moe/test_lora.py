@@ -81,6 +81,7 @@ def test_gradients_against_float64(recipe: str, least: float) -> None:
 def test_the_activation_rebases_what_an_fp8_gemm_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """h rebased for the down projection and in high precision for the adapter, as on Hopper."""
     monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity="auto"))
+    monkeypatch.setattr(GemmOptions, "rebased", "auto")
     given, dy = case(), draw(T, D, seed=20)
     got = ours(given, dy, "mxfp8_wgrad_with_mx", freeze=False)
     monkeypatch.setattr(GemmOptions, "rebased", None)

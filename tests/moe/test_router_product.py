@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.moe import router_product
-from mxep.moe.router_product import RouterProduct, bf16_parts, logits_backward, logits_of
+import mxep
+from mxep.moe import router
+from mxep.moe.router import RouterProduct, bf16_parts, logits_backward, logits_of
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -17,8 +18,8 @@ from mxep.moe.router_product import RouterProduct, bf16_parts, logits_backward, 
 def test_gradients_of_the_float32_product(dtype: torch.dtype, in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near to float64 as the dtype of each result allows, and no copy of the tokens in float32 is kept for them."""
     if in_parts:  # as on a GPU, whose product of bf16 operands with a float32 result a CPU has not
-        monkeypatch.setattr(router_product, "_in_parts", lambda tensor, dtype: dtype == torch.bfloat16)
-        monkeypatch.setattr(router_product, "_mm_float32", lambda a, b: a.float() @ b.float())
+        monkeypatch.setattr(router, "_in_parts", lambda tensor, dtype: dtype == torch.bfloat16)
+        monkeypatch.setattr(router, "_mm_float32", lambda a, b: a.float() @ b.float())
     generator = torch.Generator().manual_seed(1)
     tokens, weight = torch.randn(300, 32, generator=generator).bfloat16(), torch.randn(8, 32, generator=generator)
     d_logits = torch.randn(300, 8, generator=generator)
@@ -50,7 +51,7 @@ def test_the_bf16_product_and_its_gradients_are_in_the_tokens_dtype() -> None:
 
 
 def test_three_bf16_values_are_a_float32_value() -> None:
-    assert doctest.testmod(router_product).failed == 0
+    assert doctest.testmod(router, extraglobs={"mxep": mxep}).failed == 0
     value = torch.randn(1000) * torch.exp2(torch.randint(-60, 60, (1000,)))
     assert torch.equal(sum(part.double() for part in bf16_parts(value)), value.double())
     assert bf16_parts(value.bfloat16())[0].equal(value.bfloat16())

@@ -37,7 +37,7 @@ from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
-from mxep.moe.router_product import logits_backward, logits_of
+from mxep.moe.router import logits_backward, logits_of
 from mxep.mx.weight_cache import WeightCache
 
 _SEED = 7

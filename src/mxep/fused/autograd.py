@@ -20,7 +20,7 @@ from torch import Tensor
 from mxep.fused.dispatcher import TokenDispatcher
 from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks, concat_chunks
 from mxep.fused.make_dispatcher import make_dispatcher
-from mxep.fused.options import FusedOptions, TopK, allowed_topk, check_weights, make_options
+from mxep.fused.options import FusedOptions, TopK, allowed_topk, make_options
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.grouped_mm.products import empty_wgrad, saved_tensors, shared_form
 from mxep.moe.config import MoEConfig
@@ -40,8 +40,7 @@ from mxep.moe.expert_mlp import (
     second_product,
     weight_gradients,
 )
-from mxep.moe.router import route_without_gradient, router_gradients
-from mxep.moe.router_product import logits_backward, logits_of
+from mxep.moe.router import logits_backward, logits_of, route_tokens, router_gradients
 from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
@@ -222,13 +221,13 @@ class _FusedMoE(torch.autograd.Function):
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor]]:
         """(T, D) without values, which stands for the output; counts, shares and z; a function of the output's values."""
-        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2))
+        lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora)
         runtime, modes = options.runtime, options.scaling_modes
         alignment, config = options.recipe.group_size_multiple_of, options.router
         logits = counts = shares = z = columns = None
         if router is not None:
-            logits = logits_of(x, router, config.router_dtype)
-            scores, experts, counts, shares, z = route_without_gradient(logits, expert_bias, config)
+            logits, (scores, experts, counts, shares, z) = route_tokens(x, router, expert_bias, config)
         assert experts is not None
         assert scores is not None
         if router is None:
@@ -239,13 +238,15 @@ class _FusedMoE(torch.autograd.Function):
         if saves:
             spec = spec._replace(gradients=_gradient_flags(needs, runtime.redispatch_x_in_backward))
         dispatcher, rows = make_dispatcher(spec, experts, scores, x, modes.dispatch, options.group_name, saves)
-        options = options.for_rows(dispatcher.tokens)
-        rows = shared_form(rows, options.experts.gemm)  # (R, D)
+        if options.recipe.hp_below_rows:
+            options = options.for_rows(dispatcher.tokens)
+        gemm = options.experts.gemm
+        rows = shared_form(rows, gemm)  # (R, D)
         chunks = ExpertChunks.of(dispatcher, runtime.scratch_rows, alignment)
         gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single())
         # Of the last chunk alone: backward makes gate and up of the others again.
         keeps = saves and runtime.keep_first_product
-        makes_both = saves and runtime.keep_dgrad_weights
+        makes_both = saves and runtime.keep_dgrad_weights and gemm is not None and gemm.rebased is not None
         gate_up_form = gemms[0].make_both() if makes_both and needs.saves_gate_up_weight else (None, None)
         kept = first_product(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
         down_form = gemms[1].make_both() if makes_both and needs.w2 else (None, None)
@@ -273,12 +274,11 @@ class _FusedMoE(torch.autograd.Function):
             # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
             recomputes = kept_x is not None and (config.router_dtype == "fp32" or not torch.is_autocast_enabled(x.device.type))
             kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
-            saved = SavedTensors(
-                kept_x, kept_logits, columns, *saved_tensors(kept_rows), *saved_tensors(gate_up), xa, *gate_up_form, *down_form
-            )
+            rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
+            saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
             ctx.dispatcher, tensors = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
-            ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)
+            ctx.save_for_backward(*saved, router, w1, w2, w3, b1, b2, b3, *lora, *tensors, *bounds)
             ctx.options, ctx.caches, ctx.output = options, caches, (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
@@ -318,9 +318,11 @@ class _FusedMoE(torch.autograd.Function):
         return d_x, d_router, *d_weights, None, None, d_scores, None, None, None
 
 
-@first_order
 class _Outputs(torch.autograd.Function):
-    """Values for the tensor without values that `_FusedMoE` returns: a function of its own, and one that saves nothing."""
+    """Values for the tensor without values that `_FusedMoE` returns: a function of its own, and one that saves nothing.
+
+    A second derivative goes through its backward, which is the identity, to the error of `_FusedMoE`.
+    """
 
     @staticmethod
     def forward(ctx: Any, empty: Tensor, outputs: Callable[[], Tensor]) -> Tensor:
@@ -359,8 +361,7 @@ def run_layer(
 
     Raises ValueError, which names the call `where`, for options or weights that do not fit.
     """
-    options = make_options(where, x, config, recipe, runtime, weights.layout, swiglu, group_name, weight_dtype)
-    check_weights(where, x, router, weights, options)
+    options = make_options(where, x, router, weights, config, recipe, runtime, swiglu, group_name, weight_dtype)
     chosen = (None, None) if topk is None else topk
     inputs = (x, router, *weights.tensors, expert_bias, *chosen)
     empty, *routed, outputs = _FusedMoE.apply(*inputs, options, caches, torch.is_grad_enabled())

@@ -43,13 +43,13 @@ from mxep.moe.expert_mlp import TENSORS, ExpertLora, ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
 from mxep.moe.router import HOOKS, Router
-from mxep.moe.side_stream import start_on_side_stream
 from mxep.mx.rows import unflatten_rows
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
 
 _WHERE, _GIVEN = "fused_moe", "fused_experts"
+_STEPS = "_routed_experts", "_weigh_inputs", "_sum_choices"  # of `MoE`, which a fused layer does in its own way
 
 
 def fused_moe(
@@ -251,7 +251,8 @@ class FusedMoE(MoE):
                 forward or hooks, which a fused layer would not run.
         """
         parts = (moe, MoE), (moe.router, Router), (moe.experts, Experts), (getattr(moe.router, "gate", None), nn.Linear)
-        if any(isinstance(part, FSDPModule) or getattr(type(part), "forward", None) is not kind.forward for part, kind in parts):
+        steps = *((part, kind, "forward") for part, kind in parts), *((moe, MoE, step) for step in _STEPS)
+        if any(isinstance(part, FSDPModule) or getattr(type(part), step, None) is not getattr(kind, step) for part, kind, step in steps):
             got = f"{type(moe).__name__} with {type(moe.router).__name__} and {type(moe.experts).__name__}"
             raise ValueError(f"FusedMoE.of: {got}, want mxep.moe's own, neither subclassed nor wrapped; fuse before FSDP wraps them")
         for part, _ in parts:
@@ -272,20 +273,15 @@ class FusedMoE(MoE):
         fused.expert_bias, fused.tokens_per_expert = moe.expert_bias, moe.tokens_per_expert
         return fused.train(moe.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) bf16 or float32 -> (..., D). Raises ValueError if the router's gate is no plain torch.nn.Linear."""
-        tokens, gate = self._tokens(x), self.router.gate
+    def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As that of `MoE`, in one autograd function. Raises ValueError if the router's gate is no plain torch.nn.Linear."""
+        gate = self.router.gate
         if type(gate).forward is not nn.Linear.forward:
             raise ValueError(
                 f"{type(self).__name__}: router.gate is a {type(gate).__name__} with a forward of its own, which this layer would not run, "
                 "want a torch.nn.Linear; leave the gate out of what wraps or adapts layers, or use MoE"
             )
-        shared = None if self.shared_experts is None else start_on_side_stream(self.shared_experts, tokens)
-        y, *routed = self.experts(self.router.hold_gate(tokens), self)
-        self._note(*routed)
-        if shared is not None:
-            y = y + shared()
-        return unflatten_rows(y, x.shape[:-1])
+        return self.experts(self.router.hold_gate(tokens), self)  # type: ignore[no-any-return]
 
 
 def fuse_layers(model: nn.Module, runtime: RuntimeEPConfig | None = None) -> list[str]:

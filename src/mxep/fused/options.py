@@ -50,6 +50,7 @@ class FusedOptions(NamedTuple):
         scaling_modes: of the exchanges.
         spec: what must be the same on every rank, for a forward without a backward.
         group_name: of the EP group, "" for this rank alone.
+        keep_as: scale rule with which gate and up are kept for backward, "" to keep them as they are.
         score_dtype: of the scores' gradient: that of the caller's scores, float32 for a router's.
     """
 
@@ -60,6 +61,7 @@ class FusedOptions(NamedTuple):
     scaling_modes: ScalingModes
     spec: DispatchSpec
     group_name: str
+    keep_as: str = ""
     score_dtype: torch.dtype = torch.float32
 
     def for_rows(self, tokens: int) -> FusedOptions:
@@ -68,11 +70,6 @@ class FusedOptions(NamedTuple):
             return self
         experts = self.experts
         return self._replace(experts=experts._replace(gemm=None, activation=experts.activation._replace(mode="")))
-
-    @property
-    def keep_as(self) -> str:
-        """Scale rule with which gate and up are kept for backward, "" to keep them as they are."""
-        return self.recipe.scaling_mode.value if self.runtime.keep_first_product == "mxfp8" else ""
 
 
 def resolve_runtime(where: str, config: RuntimeEPConfig | None) -> RuntimeEPConfig:
@@ -102,7 +99,7 @@ def _resolve(
     group_name: str,
     weight_dtype: torch.dtype | None,
 ) -> FusedOptions:
-    """`make_options` of tokens of that width and dtype; a layer asks for the same in every forward."""
+    """The options of a call with tokens of that width and dtype; a layer asks for the same in every forward."""
     check_activation(where, config.activation, swiglu)
     recipe = runtime.apply_to(recipe)
     mode = check_mode(where, recipe.scaling_mode, MX_BLOCK)
@@ -127,27 +124,34 @@ def _resolve(
     )
     experts = ExpertOptions(gemm, activation, weight_dtype, padding_rows="skip")
     modes = ScalingModes(*(mode if precision == "mxfp8" else "" for precision in precisions))
-    return FusedOptions(config, recipe, runtime, experts, modes, spec, group_name)
+    keep_as = mode if runtime.keep_first_product == "mxfp8" else ""
+    return FusedOptions(config, recipe, runtime, experts, modes, spec, group_name, keep_as)
 
 
 def make_options(
     where: str,
     x: Tensor,
+    router: Tensor | None,
+    weights: ExpertWeights,
     config: MoEConfig,
     recipe: Recipe,
     runtime: RuntimeEPConfig | None,
-    layout: str,
     swiglu: SwiGLU,
     group_name: str,
     weight_dtype: torch.dtype | None = None,
 ) -> FusedOptions:
-    """Options of a call with tokens x (T, D); `runtime` None is the default. Raises ValueError for options that do not fit."""
-    runtime = resolve_runtime(where, runtime)
-    return _resolve(where, x.shape[1], x.dtype, x.device, config, recipe, runtime, layout, swiglu, group_name, weight_dtype)
+    """Options of a call with tokens x (T, D); `runtime` None is the default.
+
+    Raises ValueError for options that do not fit, and for weights or biases that do not belong to the tokens and to each other.
+    """
+    runtime, layout = resolve_runtime(where, runtime), weights.layout
+    options = _resolve(where, x.shape[1], x.dtype, x.device, config, recipe, runtime, layout, swiglu, group_name, weight_dtype)
+    _check_weights(where, x, router, weights, options)
+    return options
 
 
-def check_weights(where: str, x: Tensor, router: Tensor | None, weights: ExpertWeights, options: FusedOptions) -> None:
-    """Raise ValueError unless weights and biases belong to the tokens and to each other."""
+def _check_weights(where: str, x: Tensor, router: Tensor | None, weights: ExpertWeights, options: FusedOptions) -> None:
+    """Raise ValueError unless weights, biases and adapters belong to the tokens and to each other."""
     config, group_name = options.router, options.group_name
     L = config.num_experts // ep_degree(group_name, config.num_experts, x.device) if group_name else config.num_experts
     H, D = config.hidden, config.dim
@@ -172,7 +176,8 @@ def check_weights(where: str, x: Tensor, router: Tensor | None, weights: ExpertW
                 f"{where}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
                 f"{x.device}: {L} of {config.num_experts} experts, {config.activation}, tokens of width {D}"
             )
-    check_lora(where, x, weights)
+    if any(factor is not None for factor in weights.lora):
+        check_lora(where, x, weights)
     if (options.experts.gemm is not None or options.keep_as) and H % MX_BLOCK:
         raise ValueError(f"{where}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
 

@@ -289,7 +289,7 @@ def _checked_grouped_mm(
     if not (torch.is_grad_enabled() and B_t.requires_grad):
         # Built anew, since under dynamo of torch 2.11 a _replace loses its fields.
         o = options
-        options = GemmOptions(o.out_dtype, "none", o.mode, o.path, o.float32_path, o.pad_groups, o.weight_dtype)
+        options = GemmOptions(o.out_dtype, "none", o.mode, o.path, o.float32_path, o.rebased, o.pad_groups, o.weight_dtype)
     return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, options, None, kept, main_grad)
 
 

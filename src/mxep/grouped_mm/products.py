@@ -43,16 +43,12 @@ class GemmOptions(NamedTuple):
     mode: str  # a scale rule's name
     path: str  # resolved GEMM path
     float32_path: str  # the path of float32 results
+    rebased: str | None  # granularity with which rows of forward and dgrad are rebased, None where these multiply MX rows
     pad_groups: bool
     weight_dtype: torch.dtype | None = None  # to which a weight is rounded wherever it is read, None: not at all
 
     def path_to(self, out_dtype: torch.dtype) -> str:
         return self.float32_path if out_dtype == torch.float32 else self.path
-
-    @property
-    def rebased(self) -> str | None:
-        """Granularity with which producers rebase the rows of forward and dgrad, None where these multiply MX rows."""
-        return GEMM_PATHS[self.path_to(self.out_dtype)].granularity
 
     def wgrad_path(self, dtype: torch.dtype) -> str:
         """The path of dW in `dtype`.  A weight that is read in bf16 takes the bf16 path for a float32 dW too."""
@@ -92,7 +88,8 @@ def _resolved_options(
     path = resolve_gemm_path(name, device)
     # "fp8" sums in 14 bits between promotions (errors of 1e-4 to 6e-4): fine for bf16 results, too inexact for float32.
     float32_path = "exact" if name == "auto" and path == "fp8" else path
-    return GemmOptions(out_dtype, wgrad, mode, path, float32_path, pad_groups, weight_dtype)
+    rebased = GEMM_PATHS[float32_path if out_dtype == torch.float32 else path].granularity
+    return GemmOptions(out_dtype, wgrad, mode, path, float32_path, rebased, pad_groups, weight_dtype)
 
 
 _kept_options = functools.lru_cache(maxsize=1024)(_resolved_options)  # a device's paths do not change; dynamo would trace into a cache
@@ -170,11 +167,10 @@ def _rebases(rows: Tensor, gemm: GemmOptions, row_map: Tensor | None) -> bool:
     return gemm.rebased is not None and row_map is None and not isinstance(rows, MXTensor)
 
 
-def saved_tensors(operand: Operand | None) -> tuple[Tensor | None, Tensor | None]:
-    """An operand of a wgrad as two tensors that autograd can save: data and scale, or rows and None."""
-    if operand is None:
-        return None, None
-    return (operand.qdata, operand.scale) if isinstance(operand, MXTensor | Columnwise) else (operand, None)
+def saved_tensors(*operands: Operand | None) -> tuple[Tensor | None, ...]:
+    """Two tensors that autograd can save for each operand of a wgrad: data and scale, rows and None, or None twice."""
+    pairs = [(o.qdata, o.scale) if isinstance(o, MXTensor | Columnwise) else (o, None) for o in operands]
+    return tuple(tensor for pair in pairs for tensor in pair)
 
 
 def saved_operand(data: Tensor, scale: Tensor | None, dtype: torch.dtype, gemm: GemmOptions | None) -> Operand:
@@ -326,12 +322,9 @@ class Weights:
         and passes it to the `Weights` of its backward.  The result is a pair of None where two passes make the forms, and where a cache
         keeps them.
         """
-        if self.gemm is None or self._frozen or self._cache is not None:
+        if self.gemm is None or self.gemm.rebased is None or self._frozen or self._cache is not None:
             return None, None
-        path = self.gemm.path_to(self.gemm.out_dtype)
-        if GEMM_PATHS[path].granularity is None:
-            return None, None
-        forward, dgrad = self._make(_DIRECTIONS, path)
+        forward, dgrad = self._make(_DIRECTIONS, self.gemm.path_to(self.gemm.out_dtype))
         self._forms |= {"forward": forward} | ({"dgrad": dgrad} if self._keep else {})
         data, scale = dgrad
         return data, scale

@@ -1,4 +1,4 @@
-"""The MoE layer on the five blocks. `MoE.forward` shows every step from tokens to outputs; each block's file describes its own."""
+"""The MoE layer on the five blocks: `MoE.forward`, whose `_routed_experts` shows every step; each block's file describes its own."""
 
 from __future__ import annotations
 
@@ -73,12 +73,19 @@ class MoE(nn.Module):
         self._routed: tuple[Tensor, Tensor, Tensor] | None = None  # counts (E,), shares (E,) and z () of the last forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) bf16 or float32 -> (..., D). One host sync, in the plan."""
-        recipe, experts = self.experts.recipe, self.config.num_experts
+        """x (..., D) bf16 or float32 -> (..., D)."""
         tokens = self._tokens(x)  #                                          (T, D)
         shared = None if self.shared_experts is None else start_on_side_stream(self.shared_experts, tokens)
+        y, *routed = self._routed_experts(tokens)  #                         (T, D)
+        self._note(*routed)
+        if shared is not None:
+            y = y + shared()  #                                              (T, D)
+        return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
+
+    def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens (T, D) -> outputs of the routed experts (T, D), and counts, shares and z of `Routing`. One host sync, in the plan."""
+        recipe, experts = self.experts.recipe, self.config.num_experts
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
-        self._note(routing.counts, routing.shares, routing.z)
         rows, order, counts = sort_tokens_by_expert(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
         rows = self._weigh_inputs(rows, routing.scores, order)  #            (T', D)
         plan = ExchangePlan.from_counts(counts, self.group)  #               rows that each rank sends to each rank
@@ -88,9 +95,7 @@ class MoE(nn.Module):
         out = unpermute(out, padded)  #                                      (R, D) rank-major
         out = combine(out, plan, recipe)  #                                  (T', D) sorted by expert
         y = self._sum_choices(out, routing.scores, order)  #                 (T, D)
-        if shared is not None:
-            y = y + shared()  #                                              (T, D)
-        return unflatten_rows(y, x.shape[:-1])
+        return y, routing.counts, routing.shares, routing.z
 
     def _tokens(self, x: Tensor) -> Tensor:
         """x (..., D) -> (T, D). Raises ValueError for another width."""

@@ -46,7 +46,13 @@ _LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).m
 
 
 class Function(Protocol):
-    """One of the functions; `up` is None, and has no gradient, where there is no gate."""
+    """One of the functions; `up` is None, and has no gradient, where it is not gated.
+
+    Attributes:
+        gated: whether it has a gate beside up, 2H columns for H.
+    """
+
+    gated: bool
 
     def hidden(self, gate: Tensor, up: Tensor | None) -> Tensor:
         """h of gate and up, float32."""
@@ -82,6 +88,7 @@ class SwiGLU(_Form):
     """
 
     __slots__ = ()
+    gated = True
 
     def __new__(cls, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0) -> SwiGLU:
         most = math.inf if limit is None else limit
@@ -135,6 +142,8 @@ class SwiGLU(_Form):
 
 
 class _GEGLU:
+    gated = True
+
     def _share(self, gate: Tensor) -> Tensor:
         """How much of a gate is let through."""
         return 0.5 * (1.0 + torch.erf(gate * math.sqrt(0.5)))
@@ -174,6 +183,8 @@ class _TanhGEGLU(_GEGLU):
 
 
 class _ReLU2:
+    gated = False
+
     def hidden(self, gate: Tensor, up: Tensor | None) -> Tensor:
         return gate.masked_fill(gate <= 0, 0.0).square()
 
@@ -186,6 +197,8 @@ class _ReLU2:
 
 
 class _ReGLU:
+    gated = True
+
     def hidden(self, gate: Tensor, up: Tensor | None) -> Tensor:
         assert up is not None
         return gate.masked_fill(gate <= 0, 0.0) * up
@@ -207,7 +220,7 @@ def is_gated(activation: str) -> bool:
     """Whether the gate_up product has a gate: 2H columns for H. Raises ValueError for an unknown activation."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: {activation!r} is unknown, want one of {', '.join(ACTIVATIONS)}")
-    return activation != "relu2"
+    return activation == "swiglu" or _OTHERS[activation].gated
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mxep.ops.activation.functions import function_of, is_gated
+from mxep.ops.activation.functions import function_of
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, rebase_rows
 from mxep.ops.quantize.reference import dequantize, quantize
 
@@ -68,12 +68,12 @@ def concat_gate_up(gate: torch.Tensor, up: torch.Tensor | None, layout: str) -> 
 
 
 def _parts(
-    x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None, activation: str
+    x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None, gated: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if layout not in LAYOUTS:
         raise ValueError(f"activation: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
     x = with_bias(x, bias, offs)
-    return gate_and_up(x, layout) if is_gated(activation) else (x, None)
+    return gate_and_up(x, layout) if gated else (x, None)
 
 
 def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str, granularity: str) -> list[torch.Tensor]:
@@ -124,7 +124,8 @@ def activate(
         layout.
     """
     check_activate(h, quantize_x, granularity)
-    value = function_of(activation, form).hidden(*_parts(x, layout, bias, offs, activation))
+    function = function_of(activation, form)
+    value = function.hidden(*_parts(x, layout, bias, offs, function.gated))
     value = value if scores is None else scores[:, None] * value
     return _in_forms(value, h, x.dtype, scaling_mode, granularity) + (list(quantize(x, scaling_mode)) if quantize_x else [])
 
@@ -165,8 +166,9 @@ def activate_backward(
     check_activate_backward(dx, h, granularity)
     dtype = x.dtype if x_scale is None else dh.dtype
     values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
-    grad, parts = dh.float(), _parts(values, layout, bias, offs, activation)
-    d_gate, d_up, h_values = function_of(activation, form).backward(grad if scores is None else scores[:, None] * grad, *parts)
+    function, grad = function_of(activation, form), dh.float()
+    parts = _parts(values, layout, bias, offs, function.gated)
+    d_gate, d_up, h_values = function.backward(grad if scores is None else scores[:, None] * grad, *parts)
     if scores is not None:
         d_scores, h_values = (grad * h_values).sum(-1), scores[:, None] * h_values
     d_x = _in_forms(concat_gate_up(d_gate, d_up, layout), dx, dtype, scaling_mode, granularity)

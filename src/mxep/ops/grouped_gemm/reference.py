@@ -16,10 +16,9 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import (
     RebasedTokens,
     RebasedWeight,
     dequantize_rows,
-    is_rebased,
 )
 from mxep.ops.quantize.reference import dequantize
-from mxep.ops.rows.reference import gather_rows, in_order
+from mxep.ops.rows.reference import gather_rows
 
 PADDING_ROWS = ("zero", "skip")
 
@@ -107,6 +106,11 @@ def add_group_lora(
     return inner
 
 
+def is_rebased(scale: torch.Tensor) -> bool:
+    """Whether a scale is that of `RebasedRows` or of a `RebasedWeight`, float32, and not e8m0 of 32 values each."""
+    return scale.dtype == torch.float32
+
+
 def check_rows(
     qa: torch.Tensor, sa: torch.Tensor, row_map: torch.Tensor | None, block_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | RebasedRows:
@@ -151,7 +155,7 @@ def grouped_mm_mx(
         (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
     rows = check_rows(qa, sa, row_map, block_scale)
-    a = dequantize_rows(rows) if isinstance(rows, RebasedRows) else dequantize(*in_order(qa, sa, row_map), torch.float32)
+    a = dequantize_rows(rows) if isinstance(rows, RebasedRows) else dequantize(qa, sa, torch.float32, row_map)
     b = qb.float() * sb[..., None] if is_rebased(sb) else dequantize(qb, sb, torch.float32)
     return grouped_mm_hp(a, b, offs, out_dtype, padding_rows)
 
@@ -232,9 +236,9 @@ def grouped_wgrad_mx(
     Returns:
         as `grouped_wgrad_hp`.
     """
-    (qg, sg), (qa, sa) = in_order(qg, sg, g_map), in_order(qa, sa, a_map)
     check_out("grouped_wgrad_mx", out, (offs.shape[0], qg.shape[1], qa.shape[1]), out_dtype, accumulate)
-    return grouped_wgrad_hp(dequantize(qg, sg, torch.float32), dequantize(qa, sa, torch.float32), offs, out_dtype, out, accumulate)
+    grad, a = dequantize(qg, sg, torch.float32, g_map), dequantize(qa, sa, torch.float32, a_map)
+    return grouped_wgrad_hp(grad, a, offs, out_dtype, out, accumulate)
 
 
 def grouped_wgrad_mx_gate_up(

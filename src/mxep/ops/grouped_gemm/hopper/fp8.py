@@ -7,7 +7,8 @@ import torch
 from mxep.ops.grouped_gemm.exact import Bytes, ExactPath
 from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad
 from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens, rebase_weight
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedTokens, RebasedWeight, is_rebased
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedTokens, RebasedWeight
+from mxep.ops.grouped_gemm.reference import is_rebased
 
 
 def _gate_up(tokens: RebasedTokens) -> tuple[RebasedTokens, RebasedTokens]:

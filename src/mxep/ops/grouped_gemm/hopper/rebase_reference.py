@@ -70,11 +70,6 @@ class RebasedWeight(NamedTuple):
     scale: torch.Tensor
 
 
-def is_rebased(scale: torch.Tensor) -> bool:
-    """Whether a scale is that of `RebasedRows` or of a `RebasedWeight`, float32, and not e8m0 of 32 values each."""
-    return scale.dtype == torch.float32
-
-
 def empty_rebased(like: torch.Tensor, num_rows: int, width: int, block_scales: bool) -> RebasedRows:
     """Memory for rebased rows on like's device, without their spread; kernels write block scales in whole sectors of 8 rows."""
     data = like.new_empty((num_rows, width), dtype=torch.float8_e4m3fn)
