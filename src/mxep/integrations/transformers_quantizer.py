@@ -29,6 +29,7 @@ from mxep.mx.tensor import MXTensor
 from mxep.mx.weight import KeptForms, MXWeight
 from mxep.ops.quantize.reference import E8M0_NAN
 from mxep.parallel.frozen_base import base_weights, chosen_weights, freeze_weight, stored_transposed
+from mxep.placements import to_local
 
 _METHOD = "mxep"
 _SAVE_AS = ("bf16", "mxfp8")
@@ -144,11 +145,11 @@ class MXFP8Quantizer(HfQuantizer):
         return [WeightConverter([f"{name}_{end}" for end in _FromMXFP4.ends], name, [_FromMXFP4(self)]) for name in sorted(self._stacked)]
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
-        """As transformers', but config.json of a model that is saved in bf16 names no quantisation, and no conversion of ours is undone."""
+        """As transformers', but config.json of a model saved in bf16 names no quantisation, and saving undoes no conversion of ours."""
         made = super().postprocess_model(model, **kwargs)
-        model._weight_conversions = [
-            used for used in model._weight_conversions if not any(isinstance(op, _FromBytes) for op in getattr(used, "operations", ()))
-        ]
+        for used in list(getattr(model, "_weight_conversions", ())):
+            if any(isinstance(operation, _FromBytes) for operation in getattr(used, "operations", ())):
+                model._weight_conversions.remove(used)
         if self.quantization_config.save_as == "bf16":
             del model.config.quantization_config
         return made
@@ -211,8 +212,8 @@ class _FromBytes(ConversionOps):
         mx = self.as_mx(values, scales, model.dtype)
         keeps = KeptForms() if self.hf_quantizer.quantization_config.keep_dgrad_form else None
         weight = MXWeight(mx.qdata, mx.scale, mx.orig_dtype, stored_transposed(module, mx), keeps)
-        if weight.shape != module._parameters[name].shape:
-            raise ValueError(f"{where} is {tuple(weight.shape)} in the file, want {tuple(module._parameters[name].shape)}")
+        if weight.shape != (shape := to_local(module._parameters[name]).shape):
+            raise ValueError(f"{where} is {tuple(weight.shape)} in the file, want {tuple(shape)}; load another model or another folder")
         if (mx.scale.view(torch.uint8) == E8M0_NAN).any():
             raise ValueError(f"{where} has scales that are no finite numbers; download the file again")
         if not self.hf_quantizer.param_needs_quantization(model, full_layer_name):
