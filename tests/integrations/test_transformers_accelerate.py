@@ -30,6 +30,7 @@ from mxep.integrations.transformers_liger import (  # noqa: E402
     rotary_form,
     why_modules_stay,
 )
+from mxep.integrations.transformers_router import RouterForm, convert_router, router_form  # noqa: E402
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
 from mxep.parallel import MXLinear, quantize_base  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
@@ -296,7 +297,7 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match="'mxfp9' is unknown"):
         transformers_5.accelerate(model, "mxfp9")
     with pytest.raises(ValueError, match="nothing of Qwen3MoeForCausalLM can be converted"):
-        transformers_5.accelerate(model, MX, experts=False, head=False)
+        transformers_5.accelerate(model, MX, experts=False, head=False, routers=False)
     before = model.get_experts_implementation()
     with pytest.raises(ValueError, match=r"'attn' matched no torch\.nn\.Linear"):
         transformers_5.accelerate(model, MX, linears="attn")
@@ -381,9 +382,70 @@ def test_rotary_embeddings_that_are_converted(family: str, rotates: bool, monkey
     """As on a GPU with liger-kernel; Qwen3Next rotates a quarter of each head."""
     monkeypatch.setattr(transformers_5, "why_modules_stay", lambda model: None)
     model = model_of(family)
-    done = transformers_5.accelerate(model, experts=False, linears=None, norms=False)
+    done = transformers_5.accelerate(model, experts=False, linears=None, norms=False, routers=False)
     converted = [name for name, what in done.converted.items() if what.startswith("rotary")]
     assert len(converted) == (2 if rotates else 0), str(done)
     assert ("rotary" in done.left) == (not rotates)
     done.undo()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+SOFTMAX = RouterForm(2, "softmax", 1, 1, renormalize=False, route_scale=1.0, in_float32=False, as_logits=True)
+ROUTERS = {
+    "Qwen3Moe": SOFTMAX,
+    "Mixtral": SOFTMAX._replace(renormalize=True, as_logits=False),
+    "GptOss": SOFTMAX._replace(renormalize=True),
+    "DeepseekV3": RouterForm(2, "sigmoid", 2, 1, renormalize=True, route_scale=2.5, in_float32=True, as_logits=True),
+}
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+
+
+def test_forms_of_routers() -> None:
+    assert {family: router_form(routers_of(model_of(family))[0]) for family in ROUTERS} == ROUTERS
+    assert router_form(routers_of(model_of("GraniteMoe"))[0]) is None  # other outputs
+    assert router_form(nn.Linear(4, 4)) is None
+    done = transformers_5.accelerate(model_of("GraniteMoe"), MX, linears=None)
+    assert "GraniteMoeTopKRouter, which routes in another way" in str(done)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ROUTERS)
+def test_a_converted_router(family: str, dtype: torch.dtype) -> None:
+    """Logits, weights of the experts, and gradients of both, as by the class's own forward."""
+    (router, *_), generator = routers_of(build(family).to(dtype)), torch.Generator().manual_seed(3)
+    for tensor in (*router.parameters(), *router.buffers()):
+        tensor.data.normal_(generator=generator)
+    x = torch.randn(3, 40, router.weight.shape[1], generator=generator).to(dtype)
+    form, found = router_form(router), []
+    for converts in (False, True):
+        undo = convert_router(router, form) if converts else None
+        tokens = x.clone().requires_grad_()
+        logits, weights, experts = router(tokens.flatten(0, 1))
+        dense = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, experts, weights)
+        grad = torch.randn(dense.shape, generator=torch.Generator().manual_seed(4))
+        ((dense.float() * grad).sum() + logits.float().square().mean()).backward()
+        found.append([logits, dense, tokens.grad, router.weight.grad])
+        router.zero_grad()
+    undo()
+    assert "forward" not in vars(router)
+    least = 90 if dtype == torch.float32 else 40
+    for want, got in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        assert sqnr_db(want, got) > least
+    assert router(x[:, :0].flatten(0, 1))[1].shape == (0, 2)
+    convert_router(router, form)
+    assert router(x[:, :0].flatten(0, 1))[1].shape == (0, 2)
+
+
+def test_the_balance_loss_of_a_model_with_converted_routers() -> None:
+    """transformers' own: it reads the logits that routers return."""
+    model, inputs = model_of(output_router_logits=True, router_aux_loss_coef=0.1), labelled()
+    want, of_model = gradients(model, **inputs)
+    done = transformers_5.accelerate(model, "hp", linears=None, head=False)
+    got, ours = gradients(model, **inputs)
+    assert got.item() == pytest.approx(want.item(), rel=2e-3)
+    assert min(sqnr_db(of_model[name], ours[name]) for name in ours if "mlp.gate" in name) > 10  # some tokens change their experts
+    assert sum(what.startswith("router") for what in done.converted.values()) == 2
