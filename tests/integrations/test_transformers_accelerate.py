@@ -32,7 +32,7 @@ from mxep.integrations.transformers_liger import (  # noqa: E402
 )
 from mxep.integrations.transformers_router import RouterForm, convert_router, router_form  # noqa: E402
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
-from mxep.parallel import MXLinear, quantize_base  # noqa: E402
+from mxep.parallel import MXLinear, quantize_base, recompute_blocks  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
 
 FAMILIES = {"Qwen3Moe": "self_attn", "Mixtral": "self_attn", "GptOss": "self_attn", "DeepseekV3": "o_proj"}  # linear layers to convert
@@ -343,11 +343,19 @@ def test_forms_of_rotary_embeddings() -> None:
     assert forms == {
         "Qwen3Moe": RotaryForm(1),
         "Mixtral": RotaryForm(1),
-        "DeepseekV3": RotaryForm(1),
+        "DeepseekV3": None,  # pairs of neighbours, by another function of its file
         "GptOss": RotaryForm(2),
         "Qwen3Next": RotaryForm(1),
     }
+    halves = model_of("DeepseekV3", rope_interleave=False)
+    assert rotary_form(halves.model.layers[0].self_attn) == RotaryForm(1)
     assert rotary_form(nn.Linear(4, 4)) is None
+
+    class OfItsOwn(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.apply_rotary_pos_emb(x)  # type: ignore[no-any-return, operator]
+
+    assert rotary_form(OfItsOwn()) is None
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
@@ -377,9 +385,55 @@ def test_a_converted_attention_calls_another_function(family: str, monkeypatch: 
     _forward_with_liger.cache_clear()
 
 
-@pytest.mark.parametrize(("family", "rotates"), [("Qwen3Moe", True), ("DeepseekV3", True), ("GptOss", True), ("Qwen3Next", False)])
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_a_converted_attention_whose_projections_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes over what selective checkpointing would give the second forward as the projections' results."""
+    calls = []
+
+    def writes(own: Any, form: RotaryForm, *args: Any) -> tuple[Tensor, Tensor]:
+        calls.append(form)
+        q, k, *angles = args
+        rotated: tuple[Tensor, Tensor] = own(q.clone(), k.clone(), *angles)
+        for before, after in zip((q, k), rotated, strict=True):
+            before.data.copy_(after)  # past autograd's count of versions, as a kernel does
+        return rotated
+
+    monkeypatch.setattr("mxep.integrations.transformers_liger._liger_rotary", writes)
+    _forward_with_liger.cache_clear()
+    model = model_of(family)
+    want = gradients(model, **labelled())
+    attention = [module for module in model.modules() if rotary_form(module) is not None]
+    for module in attention:
+        convert_rotary(module)
+    for mode, times in (("none", 1), ("full", 2), ("selective", 0)):
+        calls.clear()
+        recomputed = copy.deepcopy(model)
+        recompute_blocks(recomputed.model.layers, mode)  # type: ignore[arg-type]
+        got = gradients(recomputed, **labelled(), use_cache=False)
+        assert len(calls) == times * len(attention), mode
+        assert torch.equal(got[0], want[0]), mode
+        assert all(torch.equal(got[1][name], grad) for name, grad in want[1].items()), mode
+    _forward_with_liger.cache_clear()
+
+
+def test_other_calls_of_a_rotation_are_its_own() -> None:
+    """No GPU is asked for: each has arguments that the kernel does not take."""
+    q, k, angle = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 3, 16)
+    for args, kwargs in (
+        ((q,), {"cos": angle, "sin": angle}),
+        ((q, k, angle, angle), {"unsqueeze_dim": 2}),
+        ((q, k, angle, angle, 2), {}),
+        ((q, k, angle[0], angle[0]), {}),  # of a function that takes nothing else
+        ((q, None, angle, angle), {"position_ids": None}),
+    ):
+        seen: list[Any] = []
+        _liger_rotary(lambda *args, **kwargs: seen.extend((args, kwargs)), RotaryForm(1), *args, **kwargs)  # type: ignore[arg-type, return-value]  # noqa: B023
+        assert seen == [args, kwargs]
+
+
+@pytest.mark.parametrize(("family", "rotates"), [("Qwen3Moe", True), ("DeepseekV3", False), ("GptOss", True), ("Qwen3Next", False)])
 def test_rotary_embeddings_that_are_converted(family: str, rotates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with liger-kernel; Qwen3Next rotates a quarter of each head."""
+    """As on a GPU with liger-kernel; DeepseekV3 rotates pairs of neighbours, Qwen3Next a quarter of each head."""
     monkeypatch.setattr(transformers_5, "why_modules_stay", lambda model: None)
     model = model_of(family)
     done = transformers_5.accelerate(model, experts=False, linears=None, norms=False, routers=False)

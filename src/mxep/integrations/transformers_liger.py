@@ -111,11 +111,13 @@ def rotary_form(attention: nn.Module) -> RotaryForm | None:
     forward = inspect.unwrap(type(attention).forward)
     if not inspect.isfunction(forward) or _ROTARY not in forward.__code__.co_names:
         return None
-    return _rotary_form_of(forward.__globals__[_ROTARY])
+    if getattr(getattr(attention, "config", None), "rope_interleave", False):  # its file has another function for that
+        return None
+    return _rotary_form_of(forward.__globals__.get(_ROTARY))  # a method's name is none of the file's
 
 
 @functools.cache
-def _rotary_form_of(rotate: Callable[..., tuple[Tensor, Tensor]]) -> RotaryForm | None:
+def _rotary_form_of(rotate: Any) -> RotaryForm | None:
     generator = torch.Generator().manual_seed(0)
     q, k, once = (torch.randn(1, *shape, generator=generator).bfloat16() for shape in ((4, 3, 16), (2, 3, 16), (3, 8)))
     cos, sin = once.cos(), once.sin()
@@ -141,10 +143,11 @@ def convert_rotary(attention: nn.Module) -> Callable[[], None]:
 
 
 def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In a compiled graph, which fuses the rotation, the class's own forward runs."""
+    """In a compiled graph, which fuses the rotation, the class's own forward runs; and in a dispatch mode, which may keep what the kernel
+    would write over: selective checkpointing keeps projections, and its second forward would rotate them again."""
     kind: Any = type(attention)
-    forward = kind.forward if torch.compiler.is_compiling() else _forward_with_liger(kind)
-    return forward(attention, *args, **kwargs)
+    own = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return (kind.forward if own else _forward_with_liger(kind))(attention, *args, **kwargs)
 
 
 @functools.cache
@@ -170,13 +173,17 @@ def _with_global(function: Any, name: str, value: object) -> Any:
     return copied
 
 
-def _liger_rotary(
-    own: Callable[..., tuple[Tensor, Tensor]], form: RotaryForm, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Queries (B, heads, S, d), keys (B, kv_heads, S, d), cos and sin (1 or B, S, d or d/2); the kernel writes over q and k."""
+def _liger_rotary(own: Callable[..., tuple[Tensor, Tensor]], form: RotaryForm, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Queries (B, heads, S, d), keys (B, kv_heads, S, d), cos and sin (1 or B, S, d or d/2); the kernel writes over q and k.
+
+    Calls with other arguments are those of the file's own function.
+    """
+    if len(args) != 4 or kwargs not in ({}, {"unsqueeze_dim": 1}):
+        return own(*args, **kwargs)
+    q, k, cos, _ = args
     whole = cos.dim() == 3 and cos.shape[-1] * form.width == q.shape[-1] == k.shape[-1]
-    if not (q.is_cuda and whole and unsqueeze_dim == 1 and q.dtype == k.dtype == cos.dtype):
-        return own(q, k, cos, sin, unsqueeze_dim)
+    if not (q.is_cuda and whole and q.dtype == k.dtype == cos.dtype):
+        return own(*args, **kwargs)
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-    return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])  # type: ignore[no-any-return]
+    return liger_rotary_pos_emb(*args, rotary_dim=q.shape[-1])  # type: ignore[no-any-return]

@@ -29,7 +29,13 @@ from torch.func import functional_call
 from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.mx.compile import in_graph
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module has hooks or a forward of its own, which code that only reads its parameters would not run."""
+    own = vars(module)
+    return "forward" in own or any(own[hooks] for hooks in _HOOKS)
 
 
 class Routing(NamedTuple):
@@ -250,11 +256,11 @@ class Router(nn.Module):
 
     def _logits(self, tokens: Tensor) -> Tensor:
         gate, router_dtype = self.gate, self.config.router_dtype
-        if type(gate) is nn.Linear and gate.bias is None and not any(getattr(gate, hooks) for hooks in HOOKS):
+        if type(gate) is nn.Linear and gate.bias is None and not is_watched(gate):
             if router_dtype == "bf16":
                 return logits_of(tokens, gate.weight, router_dtype)
             return RouterProduct.apply(tokens, gate.weight)  # type: ignore[no-any-return]
-        # An adapter, or a gate with hooks, is called as a module, in the same dtype.
+        # An adapter, or a gate with hooks or a forward of its own, is called as a module, in the same dtype.
         dtype = torch.float32 if router_dtype == "fp32" else tokens.dtype
         cast = {name: p.to(dtype) for name, p in gate.named_parameters() if p.is_floating_point() and p.dtype != dtype}
         with without_autocast(tokens) if router_dtype == "fp32" else nullcontext():
