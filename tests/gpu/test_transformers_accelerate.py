@@ -55,14 +55,15 @@ def test_the_loss_needs_no_host_sync(no_sync: Callable[[], AbstractContextManage
         model.lm_head(hidden).backward()
 
 
+@pytest.mark.parametrize("width", [64, 2048])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "Qwen3Next"])
-def test_norms_of_liger_kernel(family: str) -> None:
+def test_norms_by_fused_kernels(family: str, width: int) -> None:
     pytest.importorskip("liger_kernel", reason="an optional extra")
-    norm = build(family).model.norm.to(torch.bfloat16).cuda()
+    norm = type(build(family).model.norm)(width).to(torch.bfloat16).cuda()
     torch.nn.init.normal_(norm.weight)
     form = rms_norm_form(norm)
     assert form is not None
-    x = torch.randn(300, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    x = torch.randn(300, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     grad = torch.randn_like(x)
     results = []
     for converts in (False, True):

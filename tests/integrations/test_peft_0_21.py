@@ -259,7 +259,12 @@ def test_a_base_in_mx_is_accelerated_before_it_gets_adapters() -> None:
         base = base_of("Qwen3Moe")
         if accelerates:
             done = transformers_5.accelerate(base, linears=["q_proj", "k_proj"], norms=False)
-            assert {what.partition(",")[0] for what in done.converted.values()} == {"experts", "linear", "loss in chunks of tokens"}
+            assert {what.partition(",")[0] for what in done.converted.values()} == {
+                "experts",
+                "linear",
+                "loss in chunks of tokens",
+                "router",
+            }
         base.gradient_checkpointing_enable({"use_reentrant": False})
         model = peft.get_peft_model(base, config_of()).train()
         for name, parameter in model.named_parameters():

@@ -26,6 +26,7 @@ from mxep.integrations.transformers_liger import (  # noqa: E402
     _liger_rotary,
     convert_norm,
     convert_rotary,
+    norm_kernel,
     rms_norm_form,
     rotary_form,
     why_modules_stay,
@@ -321,6 +322,13 @@ def test_forms_of_rms_norms() -> None:
     }
     assert rms_norm_form(nn.RMSNorm(64)) is None  # eps is None
     assert rms_norm_form(nn.LayerNorm(64)) is None
+
+
+def test_whose_kernel_computes_a_norm() -> None:
+    kind = type(model_of().model.norm)
+    llama, scaled, gemma = RMSNormForm("llama", 0.0), RMSNormForm("gemma", 0.0), RMSNormForm("gemma", 1.0)
+    assert [norm_kernel(kind(2048), form) for form in (llama, scaled, gemma)] == ["torch", "torch", "liger-kernel"]
+    assert norm_kernel(kind(128), llama) == "liger-kernel"
 
 
 def test_a_converted_norm_on_a_cpu_is_the_models_own() -> None:

@@ -45,7 +45,7 @@ try:
     from transformers.integrations.moe import ExpertsInterface
 
     from mxep.integrations.transformers_activations import activation_of
-    from mxep.integrations.transformers_liger import convert_norm, convert_rotary, rms_norm_form, rotary_form, why_modules_stay
+    from mxep.integrations.transformers_liger import convert_norm, convert_rotary, norm_kernel, rms_norm_form, rotary_form, why_modules_stay
     from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
     from mxep.integrations.transformers_router import convert_router, router_form
 except ImportError as error:
@@ -313,7 +313,7 @@ def accelerate(
         head: in training with `labels=` (by name), compute the loss from one chunk of logits at a time (`mxep.linear_cross_entropy`).  Such
             an output has no `logits`; in eval mode and without labels nothing changes.
         head_recipe: of that loss's products (docs/numerics.md has the errors of MXFP8).
-        norms: RMSNorms by liger-kernel, on a GPU and if it is installed.
+        norms: RMSNorms by liger-kernel, on a GPU and if it is installed; wide ones by torch's fused kernel.
         rotary: rotary embeddings of attention by liger-kernel, likewise.
         routers: routers of experts by two kernels, and their backward by one; each token's choices are in rising order then.
 
@@ -452,7 +452,7 @@ def _accelerate_norms(model: PreTrainedModel, done: Acceleration) -> None:
             done.left[name] = f"{type(module).__name__}, which liger-kernel's RMSNorm does not compute"
         else:
             done._undo.append(convert_norm(module, form))
-            done.converted[name] = "RMSNorm, liger-kernel"
+            done.converted[name] = f"RMSNorm, {norm_kernel(module, form)}"
 
 
 def _accelerate_rotary(model: PreTrainedModel, done: Acceleration) -> None:

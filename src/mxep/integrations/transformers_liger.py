@@ -1,4 +1,4 @@
-"""RMSNorms and rotary embeddings of transformers' models on a GPU by liger-kernel, where its kernels compute the same."""
+"""RMSNorms and rotary embeddings of transformers' models on a GPU by liger-kernel, wide RMSNorms by torch, where these compute the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.extras import install_command
@@ -25,6 +26,7 @@ class RMSNormForm(NamedTuple):
     offset: float  # added to the weight
 
 
+_WIDE = 1024  # columns from which on torch's kernel is faster, forward and backward together (2048: it is, 128: it is not)
 _FORMS = RMSNormForm("llama", 0.0), RMSNormForm("gemma", 0.0), RMSNormForm("gemma", 1.0)
 
 
@@ -78,8 +80,8 @@ def why_modules_stay(model: PreTrainedModel) -> str | None:
 
 
 def convert_norm(norm: nn.Module, form: RMSNormForm) -> Callable[[], None]:
-    """Let a module compute by liger-kernel's kernel; returns what undoes it. Names and parameters stay."""
-    norm.forward = functools.partial(_liger_forward, norm, form)  # type: ignore[method-assign]
+    """Let a module compute by a fused kernel; returns what undoes it. Names and parameters stay."""
+    norm.forward = functools.partial(_norm_forward, norm, form)  # type: ignore[method-assign]
 
     def undo() -> None:
         del norm.forward
@@ -87,10 +89,17 @@ def convert_norm(norm: nn.Module, form: RMSNormForm) -> Callable[[], None]:
     return undo
 
 
-def _liger_forward(norm: nn.Module, form: RMSNormForm, hidden_states: Tensor) -> Tensor:
+def norm_kernel(norm: nn.Module, form: RMSNormForm) -> str:
+    """Whose kernel computes a module of that form: "torch" for wide rows, where it is faster and rounds once, else "liger-kernel"."""
+    return "torch" if norm.weight.numel() >= _WIDE and form.offset == 0.0 else "liger-kernel"
+
+
+def _norm_forward(norm: nn.Module, form: RMSNormForm, hidden_states: Tensor) -> Tensor:
     """In a compiled graph, which fuses it, and where a dtype is another than the weight's, the class's own forward runs."""
     if torch.compiler.is_compiling() or not hidden_states.is_cuda or hidden_states.dtype != norm.weight.dtype:
         return type(norm).forward(norm, hidden_states)
+    if norm_kernel(norm, form) == "torch":
+        return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, _epsilon(norm))
     from liger_kernel.transformers.functional import liger_rms_norm
 
     return liger_rms_norm(hidden_states, norm.weight, _epsilon(norm), form.offset, form.casting_mode, in_place=False)
