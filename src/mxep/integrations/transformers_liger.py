@@ -89,12 +89,12 @@ def convert_norm(norm: nn.Module, form: RMSNormForm) -> Callable[[], None]:
     return undo
 
 
-def norm_kernel(norm: nn.Module, form: RMSNormForm) -> str:
+def norm_kernel(norm: Any, form: RMSNormForm) -> str:
     """Whose kernel computes a module of that form: "torch" for wide rows, where it is faster and rounds once, else "liger-kernel"."""
     return "torch" if norm.weight.numel() >= _WIDE and form.offset == 0.0 else "liger-kernel"
 
 
-def _norm_forward(norm: nn.Module, form: RMSNormForm, hidden_states: Tensor) -> Tensor:
+def _norm_forward(norm: Any, form: RMSNormForm, hidden_states: Tensor) -> Tensor:
     """In a compiled graph, which fuses it, and where a dtype is another than the weight's, the class's own forward runs."""
     if torch.compiler.is_compiling() or not hidden_states.is_cuda or hidden_states.dtype != norm.weight.dtype:
         return type(norm).forward(norm, hidden_states)
