@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM
 from chat_data import make_tiny_folder, option_parser, read_sequences
 from mxep.integrations import peft_0_21, transformers_5
 from mxep.integrations.transformers_quantizer import MXFP8Config, config_without_mxfp4
+from mxep.integrations.transformers_recompute import RecomputeBudget
 
 
 def parse() -> argparse.Namespace:
     parser = option_parser(__doc__, "adapter", lr=2e-3)
     parser.add_argument("--recipe", default="mxfp8_wgrad_with_hp", help="precision of the base's products (default %(default)s)")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters (default %(default)s)")
+    parser.add_argument("--memory-gib", type=float, help="limit within which activations are kept (default: 90%% of the GPU's memory)")
     return parser.parse_args()
 
 
@@ -49,6 +51,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
 
     sequences = read_sequences(folder, options.data, options.seq_len)
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0, fused=device.type == "cuda")
+    budget = RecomputeBudget(model, options.memory_gib) if device.type == "cuda" else None  # on a CPU all layers are recomputed
     begin = time.perf_counter()
     for step in range(options.steps):
         chosen = torch.arange(step * options.batch, (step + 1) * options.batch) % len(sequences)
@@ -58,6 +61,8 @@ def main(options: argparse.Namespace, folder: Path) -> None:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if budget is not None:
+            budget.after_step()
         if step % 5 == 0 or step == options.steps - 1:
             per_s = (step + 1) * tokens.numel() / (time.perf_counter() - begin)
             memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.type == "cuda" else ""
