@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.bench import command, finetune, finetune_arms, registry, report
+from mxep.bench import command, finetune, finetune_arms, markdown_tables, registry
 from mxep.bench.finetune_arms import ARMS, BASELINE, TINY, FinetuneRun, WrongResultError, measure_arm
 from mxep.bench.transformers_step import model_config
 from mxep.mx import MXWeight
@@ -68,7 +68,7 @@ def test_records(records: list[dict]) -> None:
 
 def test_table(records: list[dict]) -> None:
     left = {**records[0], "left_out": {"full": "OutOfMemoryError: 1 | 2"}}
-    lines = report.finetune_table([records[0], left]).splitlines()
+    lines = markdown_tables.finetune_table([records[0], left]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 2 + 2 * len(ARMS) + 1
     assert sum(line.count("x |") for line in lines) == 2
@@ -76,7 +76,7 @@ def test_table(records: list[dict]) -> None:
 
 def test_a_ratio_that_was_not_measured_keeps_its_place(records: list[dict]) -> None:
     """Else the other one would be read as it."""
-    table = report.finetune_table([{**records[0], "ratios": {"lora_mx_vs_ours_bf16": 1.05}}])
+    table = markdown_tables.finetune_table([{**records[0], "ratios": {"lora_mx_vs_ours_bf16": 1.05}}])
     assert "| - / 1.05x |" in table
 
 
@@ -158,7 +158,7 @@ def test_an_arm_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFix
     assert record["ratios"] == {}
     assert sum("left out" in line for line in said) == 1
     assert "lora_mx: " in capsys.readouterr().out, "progress"
-    assert "left out: OutOfMemoryError" in report.finetune_table([record])
+    assert "left out: OutOfMemoryError" in markdown_tables.finetune_table([record])
 
 
 @pytest.mark.parametrize(("how", "problem"), [("twice", "norm of .* is off by"), ("off", "the loss is"), ("none", "gradient is 0.0")])
