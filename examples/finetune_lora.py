@@ -1,7 +1,7 @@
 """LoRA of a Mixture-of-Experts model on a base that is frozen in MXFP8: 33/32 bytes a parameter instead of 2.
 
     python examples/finetune_lora.py  # a tiny model with random weights
-    python examples/finetune_lora.py --model Qwen3-30B-A3B --data chat.jsonl --out adapter  # a published model's folder
+    python examples/finetune_lora.py --model Qwen3-30B-A3B --data chat.jsonl --out adapter  # a published model's folder, bf16 or MXFP4
 
 Weights are quantised one by one while the model is loaded, so it never exists in bf16.  Adapters are those of peft: on attention, and on
 the experts, whose adapters are never multiplied out.  Runs on one GPU, or on the CPU where there is none.
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from chat_data import make_tiny_folder, option_parser, read_sequences
 from mxep.integrations import peft_0_21, transformers_5
-from mxep.integrations.transformers_quantizer import MXFP8Config
+from mxep.integrations.transformers_quantizer import MXFP8Config, config_without_mxfp4
 
 
 def parse() -> argparse.Namespace:
@@ -32,7 +32,8 @@ def parse() -> argparse.Namespace:
 
 def main(options: argparse.Namespace, folder: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device, quantization_config=MXFP8Config())
+    how = {"config": config_without_mxfp4(folder), "quantization_config": MXFP8Config()}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device, **how)
     print(transformers_5.accelerate(model, options.recipe))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     lora = LoraConfig(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,17 +16,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.bench import command, finetune, finetune_arms, markdown_tables, registry
-from mxep.bench.finetune_arms import ARMS, BASELINE, TINY, FinetuneRun, WrongResultError, measure_arm
+from mxep.bench import command, finetune, finetune_arms, markdown_tables, random_models, registry
+from mxep.bench.finetune_arms import ARMS, BASELINE, MODELS, TINY, FinetuneRun, WrongResultError, measure_arm
+from mxep.bench.records import read_records
 from mxep.bench.transformers_step import model_config
 from mxep.mx import MXWeight
+from mxep.parallel.frozen_base import quantize_base
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 peft = pytest.importorskip("peft", reason="a development tool")
 
 from transformers.integrations.moe import ExpertsInterface  # noqa: E402
 
-SETTING = registry.Setting(CPU, quick=True)
+GPT_OSS = "gpt-oss-20b"
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +44,12 @@ def _registered() -> Iterator[None]:
             del mapping[name]
 
 
-@pytest.fixture(scope="module")
-def records() -> list[dict]:
+@pytest.fixture(scope="module", params=MODELS)
+def records(request: pytest.FixtureRequest) -> list[dict]:
     kept: list[int] = []
-    found = registry.run("finetune", SETTING, "", lambda text: None, lambda so_far: kept.append(len(so_far[0]["results"])))
-    assert kept == [1, 2, 3, 4, 5], "an interrupted run leaves the arms that it has measured"
+    setting = registry.Setting(CPU, quick=True, model=request.param)
+    found = registry.run("finetune", setting, "", lambda text: None, lambda so_far: kept.append(len(so_far[0]["results"])))
+    assert kept == [1, 2, 3, 4, 5, 6], "an interrupted run leaves the arms that it has measured"
     return found
 
 
@@ -57,7 +62,7 @@ def test_records(records: list[dict]) -> None:
     assert set(record["ratios"]) == set(finetune.RATIOS)
     assert record["target"] == {}, "a CPU reaches no target"
     for arm, found in record["results"].items():
-        assert found["tokens"] == ARMS[arm].sequences * TINY.seq_len
+        assert found["tokens"] == min(ARMS[arm].sequences, MODELS[record["model"]].sequences) * TINY.seq_len
         assert len(found["steps_s"]) == TINY.warm_up + TINY.timed
         assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["step_s"], rel=0.02)
         assert found["loss_last"] < found["loss_first"]
@@ -80,9 +85,30 @@ def test_a_ratio_that_was_not_measured_keeps_its_place(records: list[dict]) -> N
     assert "| - / 1.05x |" in table
 
 
-def test_weights_are_of_one_model_whatever_stores_them() -> None:
-    config = model_config(1, tiny=True)
-    plain, in_mx = (finetune_arms.random_model(config, CPU, frozen) for frozen in (False, True))
+def test_what_is_asked_of_a_base_is_shown(records: list[dict]) -> None:
+    table = markdown_tables.finetune_table([{**records[0], "target": {"lora_mx_base_gib": 24.0}}])
+    assert table.count("| 0.0 (asked: 24 at most) |") == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_asked_of_a_base_is_of_all_layers(name: str) -> None:
+    problem = finetune.FinetuneProblem(registry.Setting(torch.device("cuda"), model=name))
+    problem.results["lora_mx"] = {}
+    assert problem.after("lora_mx")["target"] == {"lora_mx_base_gib": MODELS[name].base_gib}
+    problem = finetune.FinetuneProblem(registry.Setting(torch.device("cuda"), model=name, layers=8))
+    problem.results["lora_mx"] = {}
+    assert problem.after("lora_mx")["target"] == {}
+    model = random_models._without_weights(model_config(MODELS[name].layers, tiny=False, name=name))
+    quantize_base(model)
+    stored = sum(map(finetune_arms._stored_bytes, model.parameters())) / 2**30
+    assert 0.85 * MODELS[name].base_gib < stored < MODELS[name].base_gib
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_of_one_model_whatever_stores_them(name: str) -> None:
+    config = model_config(1, tiny=True, name=name)
+    make = random_models.model_through_mxfp4 if MODELS[name].in_mxfp4 else random_models.random_model
+    plain, in_mx = (make(config, CPU, frozen) for frozen in (False, True))
     frozen = dict(in_mx.named_parameters())
     assert {name.rpartition("layers.0.")[2] for name, value in frozen.items() if isinstance(value, MXWeight)} == {
         *(f"self_attn.{letter}_proj.weight" for letter in "qkvo"),
@@ -91,10 +117,36 @@ def test_weights_are_of_one_model_whatever_stores_them() -> None:
     }
     for name, value in plain.named_parameters():
         got = frozen[name].dequantize() if isinstance(frozen[name], MXWeight) else frozen[name]
-        assert value.std() < 0.03 if value.dim() > 1 else value.eq(1).all()
+        assert value.eq(1).all() if "norm" in name else 0.012 < value.std() < 0.03
         assert (got - value).norm() < 0.05 * value.norm(), name
     made = type(plain)(config)
     assert torch.equal(plain.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
+
+
+def test_files_of_weights_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plain, sizes = random_models.load_mxfp4, list[int]()
+
+    def load(folder: Path, *more: Any) -> Any:
+        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
+        if len(sizes) == 2:
+            raise torch.OutOfMemoryError
+        return plain(folder, *more)
+
+    monkeypatch.setattr(random_models, "load_mxfp4", load)
+    FinetuneRun("lora_mx", TINY._replace(model=GPT_OSS), CPU)
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(torch.OutOfMemoryError):
+        FinetuneRun("lora_mx", TINY._replace(model=GPT_OSS), CPU)
+    assert sizes[0] == sizes[1] > 0
+    assert not any(tmp_path.iterdir())
+
+
+def test_files_of_weights_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_models, "_FILE_BYTES", 20_000)
+    random_models.write_mxfp4(model_config(2, tiny=True, name=GPT_OSS), tmp_path, CPU)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert sum(isinstance(value, MXWeight) for value in random_models.load_mxfp4(tmp_path, CPU, in_mx=True).parameters()) == 12
 
 
 class _Alive(TorchDispatchMode):
@@ -115,15 +167,44 @@ class _Alive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("in_mx", [True, False])
-def test_a_base_in_mx_is_never_in_bf16(in_mx: bool) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_a_base_in_mx_is_never_in_bf16(name: str, in_mx: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # of bf16: a dispatch mode sees its own thread
+    config = model_config(8, tiny=True, name=name)
+    if MODELS[name].in_mxfp4:
+        random_models.write_mxfp4(config, tmp_path, CPU)
     with _Alive() as alive:
-        model = finetune_arms.random_model(model_config(8, tiny=True), CPU, in_mx)
+        model = random_models.load_mxfp4(tmp_path, CPU, in_mx) if MODELS[name].in_mxfp4 else random_models.random_model(config, CPU, in_mx)
     weights = list(model.parameters())
     plain = sum(value.nbytes for value in weights if not isinstance(value, MXWeight))
     largest = max(value.numel() for value in weights)
     one = 12 * largest  # while it is made: in bf16, and in float32 as the reference quantises it
     assert plain <= alive.most <= plain + one
     assert one < sum(value.numel() for value in weights if isinstance(value, MXWeight)) or not in_mx, "a whole model would be seen"
+
+
+def test_records_of_a_model_have_a_file_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ([], ["--model", GPT_OSS]):
+        one_arm = [
+            "finetune",
+            *given,
+            "--arms",
+            BASELINE,
+            "--layers",
+            "1",
+            "--record",
+            "--out",
+            str(tmp_path),
+            "--quick",
+            "--device",
+            "cpu",
+        ]
+        assert command.command(one_arm) == 0
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["finetune-cpu-1.json", f"finetune-{GPT_OSS}-cpu-1.json"]
+    found = read_records("finetune", tmp_path)
+    assert [record["model"] for record in found] == list(MODELS)
+    assert f"--arms {BASELINE} --model {GPT_OSS} --layers 1" in found[1]["command"]
+    assert f"{GPT_OSS} of 1 layers" in markdown_tables.finetune_table(found)
 
 
 def test_bytes_of_weights_count_codes_and_scales() -> None:
@@ -218,6 +299,8 @@ def test_a_process_that_dies_is_an_error_here() -> None:
         (["finetune", "--arms", "lora"], "--arms lora, want lora_mx"),
         (["finetune", "--layers", "0"], "--layers 0, want 1 or more"),
         (["finetune", "--sequences", "-1"], "--sequences -1, want 1 or more"),
+        (["finetune", "--model", "gpt-oss"], "--model gpt-oss, want Qwen3-30B-A3B or gpt-oss-20b"),
+        (["linears", "--model", "gpt-oss-20b"], "want `mxep bench finetune`"),
         (["linears", "--layers", "2"], "want `mxep bench finetune`"),
     ],
 )

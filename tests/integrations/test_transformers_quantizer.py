@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.truth import raises_naming
 from torch import Tensor, nn
 
 import mxep
-from mxep.mx import MXWeight
+from mxep.mx import MXWeight, mxfp4_to_mxfp8
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 
 from tests.integrations.test_transformers_5 import ALL_ATTENTION, build
+from transformers import GptOssForCausalLM
 from transformers.integrations.moe import ExpertsInterface
+from transformers.utils.quantization_config import Mxfp4Config
 
+from mxep.bench.random_models import write_mxfp4
 from mxep.integrations import transformers_5, transformers_quantizer
-from mxep.integrations.transformers_quantizer import MXFP8Config
+from mxep.integrations.transformers_quantizer import MXFP8Config, config_without_mxfp4
 
 FAMILIES: dict[str, dict[str, Any]] = {"Qwen3Moe": {}, "GptOss": {"num_hidden_layers": 1, "layer_types": ALL_ATTENTION["layer_types"][:1]}}
 
@@ -42,8 +46,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return model
 
 
-def load(kind: Any, folder: Path, config: MXFP8Config | None = None) -> Any:
-    return kind.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="mxep", quantization_config=config)
+def load(kind: Any, folder: Path, how: Any = None, **options: Any) -> Any:
+    return kind.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="mxep", quantization_config=how, **options)
 
 
 def frozen(model: nn.Module) -> dict[str, MXWeight]:
@@ -102,6 +106,8 @@ def test_what_is_saved(source: Any, save_as: str, tmp_path: Path, caplog: pytest
     again = load(type(source), tmp_path / "saved")
     if save_as == "mxfp8":
         assert_same(again, model)
+        again.save_pretrained(tmp_path / "resaved")
+        assert_same(load(type(source), tmp_path / "resaved"), model)
         size = sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors"))
         assert size < 0.8 * sum(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors"))
     else:
@@ -127,3 +133,102 @@ def test_files_of_a_model_that_was_frozen_in_place(tmp_path: Path) -> None:
     mxep.quantize_base(model)
     with raises_naming("frozen in MX", "safetensors", "dequantize_base", "MXFP8Config"):
         model.save_pretrained(tmp_path)
+
+
+@pytest.fixture
+def in_mxfp4(tmp_path: Path) -> Path:
+    """gpt-oss in MXFP4, with scales of many binades."""
+    folder = tmp_path / "mxfp4"
+    write_mxfp4(build("GptOss", **FAMILIES["GptOss"]).config, folder, torch.device("cpu"))
+    change(folder, lambda name, value: torch.randint_like(value, 1, 200) if name.endswith("_scales") else value)
+    return folder
+
+
+def change(folder: Path, changed: Callable[[str, Tensor], Tensor | None]) -> None:
+    """Replace tensors of a folder; None: drop it."""
+    values = {name: changed(name, value) for name, value in load_file(folder / "model.safetensors").items()}
+    kept = {name: value for name, value in values.items() if value is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_mxfp4(folder: Path, **options: Any) -> Any:
+    return load(GptOssForCausalLM, folder, MXFP8Config(**options), config=config_without_mxfp4(folder))
+
+
+def test_mxfp4_is_read_without_loss(in_mxfp4: Path) -> None:
+    """Experts have the values that transformers dequantises, in the bytes of `mxfp4_to_mxfp8`; what is not in MXFP4 is quantised."""
+    theirs = load(GptOssForCausalLM, in_mxfp4, Mxfp4Config(dequantize=True))
+    model, stored = load_mxfp4(in_mxfp4), load_file(in_mxfp4 / "model.safetensors")
+    weights = frozen(model)
+    of_experts = {name: weight for name, weight in weights.items() if "experts" in name}
+    assert [name.rpartition(".")[2] for name in of_experts] == ["gate_up_proj", "down_proj"]
+    for name, weight in of_experts.items():
+        want = mxfp4_to_mxfp8(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        assert stored[f"{name}_blocks"].unique().numel() == 256
+        assert torch.equal(raw(weight), raw(want))  # type: ignore[arg-type]
+        assert torch.equal(weight.dequantize(), theirs.get_parameter(name))
+    for name, parameter in model.named_parameters():
+        if name not in of_experts:
+            want = theirs.get_parameter(name)
+            assert torch.equal(raw(parameter), raw(MXWeight.of(want))) if name in weights else torch.equal(parameter, want), name
+
+
+def test_experts_in_mxfp4_that_are_not_frozen_are_dequantised(in_mxfp4: Path) -> None:
+    theirs, model = load(GptOssForCausalLM, in_mxfp4, Mxfp4Config(dequantize=True)), load_mxfp4(in_mxfp4, fqns=["self_attn"])
+    assert all("self_attn" in name for name in frozen(model))
+    for name, parameter in model.model.layers[0].mlp.named_parameters():
+        assert torch.equal(parameter, theirs.model.layers[0].mlp.get_parameter(name))
+        assert parameter.is_contiguous()
+
+
+@pytest.mark.parametrize("save_as", ["bf16", "mxfp8"])
+def test_what_is_saved_of_mxfp4(in_mxfp4: Path, save_as: str, tmp_path: Path) -> None:
+    model = load_mxfp4(in_mxfp4, save_as=save_as)
+    model.save_pretrained(tmp_path / "saved")
+    again = load(GptOssForCausalLM, tmp_path / "saved")
+    for name, parameter in model.named_parameters():
+        values = (value.dequantize() if isinstance(value, MXWeight) else value for value in (parameter, again.get_parameter(name)))
+        assert torch.equal(*values), name
+    assert bool(frozen(again)) == (save_as == "mxfp8")
+
+
+OF_ONE_EXPERT_LESS = "down_proj is (7, 96, 64) in the file, want (8, 96, 64)"
+
+
+@pytest.mark.parametrize(
+    ("ends", "changed", "problem"),
+    [
+        ("gate_up_proj_scales", lambda value: None, "gate_up_proj has gate_up_proj_blocks in the file, want its blocks and its scales"),
+        ("down_proj_scales", lambda value: value.fill_(255), "down_proj has scales that are no finite numbers"),
+        ("down_proj_scales", lambda value: value.view(torch.float8_e8m0fnu), "scales of MXFP4 are other numbers than bytes"),
+        ("down_proj_scales", lambda value: value[:, :, :-1].contiguous(), "mxfp4_to_mxfp8: blocks"),
+        (("down_proj_blocks", "down_proj_scales"), lambda value: value[:7].contiguous(), OF_ONE_EXPERT_LESS),
+    ],
+    ids=["no scales", "NaN", "e8m0", "few scales", "few experts"],
+)
+def test_files_in_mxfp4_that_are_damaged(
+    in_mxfp4: Path, ends: Any, changed: Callable[[Tensor], Tensor | None], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers reports what we say of each tensor, and raises."""
+    change(in_mxfp4, lambda name, value: changed(value) if name.endswith(ends) else value)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(RuntimeError, match="conversion of the weights"):
+            load_mxfp4(in_mxfp4)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert problem in caplog.text
+
+
+def test_configurations(in_mxfp4: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="quantized with Mxfp4Config but you are passing a MXFP8Config"):
+        load(GptOssForCausalLM, in_mxfp4, MXFP8Config())
+    assert not hasattr(config_without_mxfp4(in_mxfp4), "quantization_config")
+    config = config_without_mxfp4(in_mxfp4)
+    config.save_pretrained(tmp_path / "plain")
+    assert config_without_mxfp4(tmp_path / "plain").to_dict() == config.to_dict() | {"_name_or_path": str(tmp_path / "plain")}
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path / "fp8")
+    with raises_naming("fp8: quant_method is 'fp8'", "want mxfp4 or none", "take the bf16 files"):
+        config_without_mxfp4(tmp_path / "fp8")

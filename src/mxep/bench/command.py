@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mxep.bench import markdown_tables, report, training
-from mxep.bench.finetune_arms import ARMS
+from mxep.bench.finetune_arms import ARMS, DEFAULT_MODEL, MODELS
 from mxep.bench.layer import parse_size
 from mxep.bench.peer_arms import PEERS
 from mxep.bench.ranks import is_rank, rank_group, start_ranks
@@ -74,8 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run; T of all ranks")
     parser.add_argument("--peers", action="extend", type=split_names, metavar="A,B", help=f"peers: of {', '.join(PEERS)} (default all)")
     parser.add_argument("--arms", action="extend", type=split_names, metavar="A,B", help=f"finetune: of {', '.join(ARMS)} (default all)")
-    parser.add_argument("--layers", type=int, default=None, help="finetune: of its model (default 48, all)")
-    parser.add_argument("--sequences", type=int, default=None, help="finetune: of a step, for every arm (default 4, and 2 of `full`)")
+    parser.add_argument("--model", default=None, metavar="NAME", help=f"finetune: {' or '.join(MODELS)} (default {DEFAULT_MODEL})")
+    parser.add_argument("--layers", type=int, default=None, help="finetune: of its model (default all)")
+    sequences = "finetune: of a step, for every arm (default 4, 2 of `full`, 1 of gpt-oss-20b)"
+    parser.add_argument("--sequences", type=int, default=None, help=sequences)
     parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"train: its arms (default {DEFAULT_RECIPE})")
     parser.add_argument("--nproc", type=int, default=None, help="ranks to start unless torchrun did (default: every GPU)")
     return parser
@@ -100,8 +102,10 @@ def _check_options(options: argparse.Namespace) -> None:
     if unknown := [name for name in options.peers or () if name not in PEERS]:
         raise ValueError(f"{options.name}: --peers {','.join(unknown)}, want {', '.join(PEERS)}")
     counts = {"--layers": options.layers, "--sequences": options.sequences}
-    if options.name != "finetune" and any(given is not None for given in (options.arms, *counts.values())):
-        raise ValueError(f"{options.name}: --arms, --layers and --sequences are those of a fine-tuning; want `mxep bench finetune`")
+    if options.name != "finetune" and any(given is not None for given in (options.arms, options.model, *counts.values())):
+        raise ValueError(f"{options.name}: --arms, --model, --layers and --sequences are of a fine-tuning; want `mxep bench finetune`")
+    if options.model not in (None, *MODELS):
+        raise ValueError(f"{options.name}: --model {options.model}, want {' or '.join(MODELS)}")
     if unknown := [name for name in options.arms or () if name not in ARMS]:
         raise ValueError(f"{options.name}: --arms {','.join(unknown)}, want {', '.join(ARMS)}")
     if small := [f"{flag} {count}" for flag, count in counts.items() if count is not None and count < 1]:
@@ -114,8 +118,7 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
     flags += [f"--{name} " + ",".join(given) for name in ("peers", "arms") if (given := getattr(options, name))]
-    counts = {"layers": options.layers, "sequences": options.sequences}
-    flags += [f"--{name} {count}" for name, count in counts.items() if count is not None]
+    flags += [f"--{name} {given}" for name in ("model", "layers", "sequences") if (given := getattr(options, name)) is not None]
     start = f"torchrun --nproc-per-node={world} -m mxep" if world > 1 else "mxep"
     return " ".join([start, "bench", options.name, *flags])
 
@@ -124,7 +127,7 @@ def _measure(options: argparse.Namespace) -> int:
     """Runs as one rank, or as the only process."""
     with rank_group(BENCHMARKS[options.name].distributed, options.device) as (device, group):
         peers, arms = tuple(options.peers or ()), tuple(options.arms or ())
-        sizes = {"layers": options.layers, "sequences": options.sequences}
+        sizes = {name: getattr(options, name) for name in ("model", "layers", "sequences")}
         setting = Setting(device, options.quick, group, size=options.thiek, peers=peers, arms=arms, **sizes)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
@@ -134,7 +137,7 @@ def _measure(options: argparse.Namespace) -> int:
                 console.print(text, markup=False)
 
         def write(records: list[Record], complete: bool) -> Path:
-            name = records[0]["benchmark"]
+            name = records[0]["benchmark"] + ("" if options.model in (None, DEFAULT_MODEL) else f"-{options.model}")
             return write_records(name, device_name(device), setting.world, records, options.out, complete=complete)
 
         def keep(records: list[Record]) -> None:

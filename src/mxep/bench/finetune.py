@@ -1,4 +1,4 @@
-"""`mxep bench finetune`: fine-tuning of Qwen3-30B-A3B through transformers on one GPU, with random weights.
+"""`mxep bench finetune`: fine-tuning of Qwen3-30B-A3B or gpt-oss-20b through transformers on one GPU, with random weights.
 
 A step is forward with labels, backward and the optimizer, on sequences of 4096 tokens, with each decoder layer recomputed in backward.
 
@@ -8,7 +8,10 @@ A step is forward with labels, backward and the optimizer, on sequences of 4096 
 | lora_bf16_ours | the same | base in bf16, experts by mxep in bf16, `accelerate` |
 | lora_bf16_peft | the same | base in bf16, peft as it comes, experts by transformers' `grouped_mm` |
 | full_accelerate | all parameters | bf16 rounded stochastically, 8-bit AdamW in backward, experts and linears in MXFP8, `accelerate` |
-| full | all parameters | the same without `accelerate`: experts in MXFP8, logits of all tokens; half of the tokens |
+| full_accelerate_4bit | all parameters | the same with 4-bit AdamW |
+| full | all parameters | as full_accelerate, but without `accelerate`: experts in MXFP8, logits of all tokens; half of the tokens |
+
+gpt-oss-20b is loaded from files in the published MXFP4 layout, which every arm writes into a temporary folder.
 
 The whole memory of a GPU belongs to one arm at a time, which runs in a process of its own.  An arm that fails, also for lack of memory, is
 left out and named, and the others run.  Each arm warms up and then takes few steps, since one lasts seconds: a time is the median of
@@ -24,14 +27,15 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-from mxep.bench.finetune_arms import ARMS, BASELINE, CHECK, RANK, TINY, FinetuneSizes, measure_arm
+from mxep.bench import transformers
+from mxep.bench.finetune_arms import ARMS, BASELINE, CHECK, DEFAULT_MODEL, MODELS, RANK, TINY, FinetuneSizes, measure_arm
 from mxep.bench.peer_arms import short_reason
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Timing
 from mxep.bench.transformers_step import model_config
 
-_MODEL, _QUICK_LAYERS = "Qwen3-30B-A3B", 4
-RATIOS = {"lora_mx_vs_peft": (BASELINE, 1.5), "lora_mx_vs_ours_bf16": ("lora_bf16_ours", 1.15)}  # baseline, target with all layers
+_QUICK_LAYERS = 4
+RATIOS = {"lora_mx_vs_peft": (BASELINE, 1.5), "lora_mx_vs_ours_bf16": ("lora_bf16_ours", 1.15)}  # baseline, target of all layers of Qwen3
 _PACKAGES = ("transformers", "peft", "liger_kernel", "torchao")
 
 
@@ -50,8 +54,11 @@ class FinetuneProblem:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        sizes = TINY if setting.tiny else FinetuneSizes(layers=_QUICK_LAYERS) if setting.quick else FinetuneSizes()
-        self.sizes = sizes._replace(layers=setting.layers or sizes.layers, sequences=setting.sequences)
+        model = setting.model or DEFAULT_MODEL
+        layers = TINY.layers if setting.tiny else _QUICK_LAYERS if setting.quick else MODELS[model].layers
+        sizes = TINY if setting.tiny else FinetuneSizes()
+        self.sizes = sizes._replace(model=model, layers=setting.layers or layers, sequences=setting.sequences)
+        self.whole = not setting.tiny and self.sizes.layers == MODELS[model].layers
         self.arms = setting.arms or tuple(ARMS)
         self.results: dict[str, dict[str, Any]] = {}
         self.left_out: dict[str, str] = {}
@@ -68,11 +75,11 @@ class FinetuneProblem:
         return None
 
     def compute_figures(self, times: Mapping[str, Timing]) -> dict[str, Figure]:
-        """Tokens per second of LoRA on the base in MX against those on bf16, once both have run; targets are of all layers."""
+        """Tokens per second of LoRA on the base in MX against those on bf16, once both have run."""
+        asked = self.whole and self.sizes.model == DEFAULT_MODEL
         rates = {arm: found["tokens_per_s"] for arm, found in self.results.items()}
-        whole = self.sizes.layers == FinetuneSizes().layers
         return {
-            name: Figure(rates["lora_mx"] / rates[base], None, target if whole else None)
+            name: Figure(rates["lora_mx"] / rates[base], None, target if asked else None)
             for name, (base, target) in RATIOS.items()
             if {"lora_mx", base} <= set(rates)
         }
@@ -81,13 +88,16 @@ class FinetuneProblem:
         """Further fields of the record."""
         if arm in self.left_out:
             return {"left_out": {arm: self.left_out[arm]}}
-        return {"left_out": {}, "results": {arm: self.results[arm]}}
+        asked = {"lora_mx_base_gib": MODELS[self.sizes.model].base_gib} if arm == "lora_mx" and self.whole else {}
+        return {"left_out": {}, "results": {arm: self.results[arm]}, "target": asked}
 
     def cases(self) -> Iterator[Case]:
-        config = model_config(self.sizes.layers, self.sizes.tiny)
-        widths = {"D": config.hidden_size, "H": config.moe_intermediate_size, "E": config.num_experts, "C": config.num_experts_per_tok}
+        name = self.sizes.model
+        config = model_config(self.sizes.layers, self.sizes.tiny, name)
+        D, H, E = (getattr(config, width) for width in transformers.MODELS[name].names)
+        widths = {"D": D, "H": H, "E": E, "C": config.num_experts_per_tok}
         shape = {"seq_len": self.sizes.seq_len, **widths, "layers": self.sizes.layers}
-        facts = {"model": _MODEL, "rank": RANK, "packages": {name: _version(name) for name in _PACKAGES}, "check": CHECK}
+        facts = {"model": name, "rank": RANK, "packages": {name: _version(name) for name in _PACKAGES}, "check": CHECK}
         for arm in self.arms:
             check, after = partial(self.check, arm), partial(self.after, arm)
             yield Case(f"{arm}, {self.sizes.layers} layers", shape, {}, check, self.compute_figures, facts, after)

@@ -1,7 +1,6 @@
 """The arms of `mxep bench finetune`: each builds a model with random weights on one GPU, checks it, and takes training steps.
 
-Weights are made on the device, one parameter after the other, of random numbers that depend on the parameter's name alone.  All arms
-therefore fine-tune the same model, and a base in MX never exists in bf16.
+All arms of a model fine-tune the same one (`mxep.bench.random_models`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import gc
 import math
 import statistics
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from mxep.bench.accuracy import sqnr_db
+from mxep.bench.random_models import fill, model_through_mxfp4, random_model
 from mxep.bench.timing import synchronize
 from mxep.bench.training import trace_of
 from mxep.bench.transformers_step import model_config
 from mxep.mx.weight import MXWeight
-from mxep.parallel.frozen_base import quantize_base
 from mxep.train.low_memory_adamw import LowMemoryAdamW
 from mxep.train.optimizer import BETAS
 from mxep.train.optimizer_in_backward import OptimizerInBackward
-from mxep.train.state_precision import StatePrecision
+from mxep.train.state_precision import OptimizerName, StatePrecision
 
 RANK = 16
 BASELINE = "lora_bf16_peft"
-WEIGHTS_STD, ADAPTERS_STD = 0.02, 0.01
+ADAPTERS_STD = 0.01
 LAYERS_OF_CHECK = 2
 MOST_LOSS, MOST_NORM, LEAST_DB = 5e-3, 0.1, 5.0
 CHECK = (
@@ -52,7 +50,8 @@ class FinetuneArm(NamedTuple):
         lora: adapters on attention and experts are trained; False: all parameters.
         in_mx: the base is frozen in MXFP8.
         accelerated: by `transformers_5.accelerate`.
-        sequences: of a step.
+        sequences: of a step, at most.
+        optimizer: of all parameters.
     """
 
     recipe: str | None
@@ -60,6 +59,7 @@ class FinetuneArm(NamedTuple):
     in_mx: bool
     accelerated: bool
     sequences: int
+    optimizer: OptimizerName = "adamw8bit"
 
 
 ARMS = {
@@ -67,17 +67,44 @@ ARMS = {
     "lora_bf16_ours": FinetuneArm("hp", lora=True, in_mx=False, accelerated=True, sequences=4),
     BASELINE: FinetuneArm(None, lora=True, in_mx=False, accelerated=False, sequences=4),
     "full_accelerate": FinetuneArm("mxfp8_wgrad_with_mx", lora=False, in_mx=False, accelerated=True, sequences=4),
+    "full_accelerate_4bit": FinetuneArm(
+        "mxfp8_wgrad_with_mx", lora=False, in_mx=False, accelerated=True, sequences=4, optimizer="adamw4bit"
+    ),
     "full": FinetuneArm("mxfp8_wgrad_with_mx", lora=False, in_mx=False, accelerated=False, sequences=2),  # logits of all tokens
 }
 
 
-class FinetuneSizes(NamedTuple):
-    """Layers of Qwen3-30B-A3B, tokens of a sequence, and steps.
+class FinetuneModel(NamedTuple):
+    """A model that arms train.
 
-    `sequences`: of a step of every arm; None: the arm's.  `tiny`: with the widths of a test.
+    Attributes:
+        layers: of the whole model.
+        base_gib: what is asked of its base frozen in MX, at most.
+        sequences: of a step, at most.
+        in_mxfp4: its weights go through files in MXFP4.
     """
 
-    layers: int = 48
+    layers: int
+    base_gib: float
+    sequences: int
+    in_mxfp4: bool
+
+
+DEFAULT_MODEL = "Qwen3-30B-A3B"
+MODELS = {
+    DEFAULT_MODEL: FinetuneModel(48, 31.0, sequences=4, in_mxfp4=False),
+    "gpt-oss-20b": FinetuneModel(24, 24.0, sequences=1, in_mxfp4=True),  # attention with sinks: the scores of a sequence take 2 GiB
+}
+
+
+class FinetuneSizes(NamedTuple):
+    """A model and its layers, tokens of a sequence, and steps.
+
+    `sequences`: of a step of every arm; None: as many as the arm and the model allow.  `tiny`: with the widths of a test.
+    """
+
+    model: str = DEFAULT_MODEL
+    layers: int = MODELS[DEFAULT_MODEL].layers
     seq_len: int = 4096
     warm_up: int = 3
     timed: int = 5
@@ -92,33 +119,6 @@ class WrongResultError(RuntimeError):
     """An arm computes something else than it should."""
 
 
-def random_model(config: Any, device: torch.device, in_mx: bool) -> Any:
-    """transformers' model of a configuration in bf16 or frozen in MX, with random weights made on the device one after the other."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if in_mx:
-        quantize_base(model)
-    model.to_empty(device=device)
-    for module in model.modules():
-        if next(module.buffers(recurse=False), None) is not None:  # rotary embeddings: transformers computes their frequencies
-            model._init_weights(module)
-    for name, parameter in model.named_parameters():
-        _fill(name, parameter, WEIGHTS_STD)
-    return model
-
-
-@torch.no_grad()
-def _fill(name: str, parameter: Tensor, std: float) -> None:
-    """Ones for norms, else random numbers; of a weight in MX they are quantised."""
-    if parameter.dim() == 1:
-        parameter.fill_(1.0)
-        return
-    generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-    parameter.copy_(torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device, generator=generator).mul_(std))
-
-
 def _with_adapters(model: Any, device: torch.device, ours: bool) -> Any:
     """peft's model with adapters whose product is not 0, so that both factors have gradients in the first step."""
     from peft import LoraConfig, get_peft_model
@@ -129,7 +129,7 @@ def _with_adapters(model: Any, device: torch.device, ours: bool) -> Any:
     with device:  # or the CPU would make them
         adapted = get_peft_model(model, peft_0_21.register(lora) if ours else lora)
     for name, parameter in _adapters(adapted):
-        _fill(name, parameter, ADAPTERS_STD)
+        fill(name, parameter, ADAPTERS_STD)
     return adapted
 
 
@@ -156,8 +156,8 @@ class FinetuneRun:
         from mxep.integrations import transformers_5
 
         self.name, self.arm, self.device = name, ARMS[name], device
-        config = model_config(sizes.layers, sizes.tiny)
-        model = random_model(config, device, self.arm.in_mx)
+        config, known = model_config(sizes.layers, sizes.tiny, sizes.model), MODELS[sizes.model]
+        model = (model_through_mxfp4 if known.in_mxfp4 else random_model)(config, device, self.arm.in_mx)
         self.converted: list[str] = []
         if self.arm.accelerated:
             self.converted = str(transformers_5.accelerate(model, self.arm.recipe)).splitlines()
@@ -169,7 +169,7 @@ class FinetuneRun:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model: Any = (_with_adapters(model, device, self.arm.recipe is not None) if self.arm.lora else model).train()
         generator = torch.Generator(device).manual_seed(0)
-        batch = sizes.sequences or self.arm.sequences, sizes.seq_len
+        batch = sizes.sequences or min(self.arm.sequences, known.sequences), sizes.seq_len
         self.tokens = torch.randint(config.vocab_size, batch, device=device, generator=generator)
         self.in_backward: OptimizerInBackward | None = None
 
@@ -191,7 +191,7 @@ class FinetuneRun:
             )
             return
         groups = [{"params": list(self.model.named_parameters()), "weight_decay": 0.0}]
-        in_bytes = LowMemoryAdamW(groups, _FULL_LR, BETAS, _EPS, StatePrecision("adamw8bit", "bfloat16"))
+        in_bytes = LowMemoryAdamW(groups, _FULL_LR, BETAS, _EPS, StatePrecision(self.arm.optimizer, "bfloat16"))
         self.optimizer, self.in_backward = in_bytes, OptimizerInBackward(in_bytes)
 
     def step(self, check: Callable[[], None] = lambda: None) -> Tensor:

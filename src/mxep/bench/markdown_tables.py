@@ -272,10 +272,11 @@ def finetune_table(records: Records) -> str:
             measured = (record["ratios"].get(name) for name in finetune.RATIOS if name.startswith(f"{arm}_vs_"))
             speeds = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in measured)
             times = str(found["tokens"]), f"{found['step_s']:.3f}", f"{found['tokens_per_s']:,.0f}"
-            weights = f"{found['base_weights_gib']:.1f}", f"{found['adapters_gib']:.1f}"
+            most = record["target"].get(f"{arm}_base_gib")
+            base = f"{found['base_weights_gib']:.1f}" + ("" if most is None else f" (asked: {most:.0f} at most)")
             peak = f"{found['peak_gib']['allocated']:.1f} / {found['peak_gib']['reserved']:.1f}" if "peak_gib" in found else "-"
             losses = f"{found['loss_first']:.3f}", f"{found['loss_last']:.3f}"
-            rows.append([what, f"`{arm}`", *times, " / ".join(speeds), *weights, peak, *losses])
+            rows.append([what, f"`{arm}`", *times, " / ".join(speeds), base, f"{found['adapters_gib']:.1f}", peak, *losses])
         rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 8] for arm, why in record["left_out"].items()]
     memory = "base, GiB", "adapters, GiB", "peak, GiB: allocated / reserved"
     faster = f"against {' / '.join(f'`{base}`' for base, _ in finetune.RATIOS.values())}"

@@ -40,7 +40,10 @@ BASELINE = "grouped_mm"
 BF16 = (BASELINE, "grouped_mm_liger", "grouped_mm_compiled", "grouped_mm_liger_compiled")
 OURS = {"mxep_hp": "mxfp8_wgrad_with_hp", "mxep_mx": "mxfp8_wgrad_with_mx", "mxep_mx_compiled": "mxfp8_wgrad_with_mx"}
 _MODEL, _LAYERS, _SEQUENCES, _SEQ_LEN = "Qwen3-30B-A3B", 8, 4, 4096
-_SIZES = {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+_SIZES: dict[str, dict[str, int]] = {
+    "Qwen3-30B-A3B": {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True},
+    "gpt-oss-20b": {"vocab_size": 201088, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
+}
 _TINY = {"vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _TARGETS = {"mxep_mx_step_vs_grouped_mm": 1.65, "mxep_mx_step_vs_best_bf16": 1.25}
 _MOST_LOSS, _LEAST_DB = 2e-2, 8.0
@@ -52,14 +55,13 @@ _ROUNDS = Rounds(count=2, timed=10, warm_ms=1000.0)
 _HOST_BATCH = 1
 
 
-def model_config(layers: int, tiny: bool) -> Any:
-    """transformers' configuration of Qwen3-30B-A3B with so many layers; `tiny`: with the widths of a test."""
-    published = MODELS[_MODEL]
+def model_config(layers: int, tiny: bool, name: str = _MODEL) -> Any:
+    """transformers' configuration of a model of `_SIZES` with so many layers; `tiny`: with the widths of a test."""
+    published = MODELS[name]
     widths = dict(zip(published.names, (64, 32, 4) if tiny else (published.D, published.H, published.E), strict=True))
-    sizes, C = (_TINY, 2) if tiny else (_SIZES, published.C)
-    return importlib.import_module("transformers").Qwen3MoeConfig(
-        **widths, **sizes, num_experts_per_tok=C, num_hidden_layers=layers, use_cache=False, norm_topk_prob=True
-    )
+    sizes, C = (_SIZES[name] | _TINY, 2) if tiny else (_SIZES[name], published.C)
+    kind = getattr(importlib.import_module("transformers"), f"{published.kind}Config")
+    return kind(**widths, **sizes, num_experts_per_tok=C, num_hidden_layers=layers, use_cache=False)
 
 
 class StepProblem:
@@ -77,7 +79,7 @@ class StepProblem:
         self.batch, self.seq_len = (2, 32) if self.tiny else (_SEQUENCES, _SEQ_LEN)
         config = model_config(self.layers, self.tiny)
         self.D, self.H, self.E, self.C = config.hidden_size, config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok
-        self.sizes = {name: getattr(config, name) for name in _SIZES}
+        self.sizes = {name: getattr(config, name) for name in _TINY}
         torch.manual_seed(0)
         with device:
             self.model: nn.Module = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).train()

@@ -144,7 +144,7 @@ class CollectiveRowExchange(NamedTuple):
     Attributes:
         mode: one of `MODES`.  group_name: "" stays on this rank.
         send_splits, recv_splits: rows of `to_experts` to and from each rank.
-        tokens, sent_slots: see `CollectiveSendIndex`; empty on one rank where row t is token t's.
+        tokens, sent_slots: see `CollectiveSendIndex`; None on one rank where row t is token t's.
         row_map, row_slots: see `RecvIndex`.
     """
 
@@ -152,8 +152,8 @@ class CollectiveRowExchange(NamedTuple):
     group_name: str
     send_splits: list[int]
     recv_splits: list[int]
-    tokens: Tensor
-    sent_slots: Tensor
+    tokens: Tensor | None
+    sent_slots: Tensor | None
     row_map: Tensor
     row_slots: Tensor
 
@@ -162,6 +162,7 @@ class CollectiveRowExchange(NamedTuple):
         if self.mode == "all_ranks":
             rows = gather_all_rows(rows, self.recv_splits, self.group_name) if self.group_name else rows
         elif self.group_name or self.mode == "all_to_all":  # on one rank, every token is one row of rank_dedup
+            assert self.tokens is not None
             rows = direct.gather_rows(rows, self.tokens)
             rows = self._exchange(rows, self.recv_splits, self.send_splits)
         return from_records(rows, tokens.shape[1], tokens.dtype) if scaling_mode else rows
@@ -192,7 +193,7 @@ class CollectiveRowExchange(NamedTuple):
         return partial(self._sum_per_token, sums)
 
     def _sum_per_token(self, rows: Tensor, added: Tensor | None) -> Tensor:
-        if self.group_name or self.mode == "all_to_all":
+        if self.sent_slots is not None:
             return direct.reduce_rows(rows, self.sent_slots, added)
         if added is None:
             return rows  # one for each token, in order
@@ -200,7 +201,7 @@ class CollectiveRowExchange(NamedTuple):
 
     def rows_off_rank(self, way: str) -> int:
         splits = self.send_splits if way == "to_experts" else self.recv_splits
-        return sum(splits) - splits[transport_of(self.group_name, self.tokens.device).rank if self.group_name else 0]
+        return sum(splits) - splits[transport_of(self.group_name, self.row_map.device).rank if self.group_name else 0]
 
     def _exchange(self, rows: Tensor, output_splits: list[int], input_splits: list[int]) -> Tensor:
         return direct.exchange_rows(rows, output_splits, input_splits, self.group_name) if self.group_name else rows
@@ -214,7 +215,7 @@ class CollectiveDispatcher(NamedTuple):
         scores: (P,) float32, the score of each expert row, 0 in padding.
         expert_rows: (R, C) int32, of the top-k ids in rows of rank_dedup, -1 for an expert of another rank.
         experts: (T, C), the top-k experts of this rank's tokens: int64, in backward `saved_dtype`, or empty where nothing reads them.
-        slots: (T, C) int32, the row of rank_dedup of each of them; empty on one rank.
+        slots: (T, C) int32, the row of rank_dedup of each of them; None on one rank.
         splits: rows of rank_dedup to and from each rank.  tokens: of all ranks.
         saved_dtype: in which `experts` is saved for backward; None without a backward.
     """
@@ -225,7 +226,7 @@ class CollectiveDispatcher(NamedTuple):
     scores: Tensor
     expert_rows: Tensor
     experts: Tensor
-    slots: Tensor
+    slots: Tensor | None
     splits: tuple[list[int], list[int]]
     tokens: int
     saved_dtype: torch.dtype | None
@@ -233,16 +234,25 @@ class CollectiveDispatcher(NamedTuple):
 
     def for_backward(self, reads_experts: bool) -> tuple[CollectiveDispatcher, tuple[Tensor | None, ...]]:
         d, c, none = self.dispatch, self.combine, self.offs.new_empty(0)
-        exchanges = d.tokens, d.sent_slots, d.row_map, d.row_slots, c.tokens, c.row_map
-        experts = self.experts.to(self.saved_dtype) if reads_experts else none
-        tensors = (*exchanges, self.offs, self.scores, self.expert_rows, experts, self.slots)
-        bare = [exchange._replace(tokens=none, sent_slots=none, row_map=none, row_slots=none) for exchange in (d, c)]
-        return CollectiveDispatcher(bare[0], bare[1], none, none, none, none, none, *self[-4:]), tensors
+        row_slots = None if d.row_slots is self.expert_rows else d.row_slots  # each tensor is saved once
+        tokens, row_map = (None if same is other else other for same, other in ((d.tokens, c.tokens), (d.row_map, c.row_map)))
+        exchanges = d.tokens, d.sent_slots, d.row_map, row_slots, tokens, row_map
+        experts = self.experts.to(self.saved_dtype) if reads_experts else None
+        bare = [exchange._replace(tokens=None, sent_slots=None, row_map=none, row_slots=none) for exchange in (d, c)]
+        empty = CollectiveDispatcher(bare[0], bare[1], none, none, none, none, None, *self[-4:])
+        return empty, (*exchanges, self.offs, self.scores, self.expert_rows, experts, self.slots)
 
-    def refilled(self, tensors: tuple[Tensor, ...]) -> CollectiveDispatcher:
+    def refilled(self, tensors: tuple[Tensor | None, ...]) -> CollectiveDispatcher:
         sent, sent_slots, row_map, row_slots, tokens, combine_map, offs, scores, expert_rows, experts, slots = tensors
-        dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, row_slots=row_slots)
-        combine = self.combine._replace(tokens=tokens, row_map=combine_map)
+        assert row_map is not None
+        assert offs is not None
+        assert scores is not None
+        assert expert_rows is not None
+        slots_of_rows = expert_rows if row_slots is None else row_slots
+        dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, row_slots=slots_of_rows)
+        combine_map = row_map if combine_map is None else combine_map
+        combine = self.combine._replace(tokens=sent if tokens is None else tokens, row_map=combine_map)
+        experts = self.experts if experts is None else experts
         return CollectiveDispatcher(dispatch, combine, offs, scores, expert_rows, experts, slots, *self[-4:])
 
     def start_scores_to_tokens(self, d_scores: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -251,6 +261,7 @@ class CollectiveDispatcher(NamedTuple):
             scores = direct.gather_or_zero(self.expert_rows, d_scores, columns, dtype)
             return lambda: scores
         rows = direct.gather_or_zero(self.expert_rows, d_scores)
+        assert self.slots is not None
         rows, top_k = direct.exchange_rows(rows, *self.splits, self.dispatch.group_name), rows.shape[1]
         topk_ids = torch.add(torch.arange(top_k, device=rows.device), self.slots, alpha=top_k)  # int64
         return partial(direct.gather_or_zero, topk_ids, rows.flatten(), columns, dtype)
@@ -283,18 +294,17 @@ def _plan_alone(spec: DispatchSpec, experts: Tensor, scores: Tensor, saved_dtype
     num_expert_rows = round_up(T * C + spec.experts * spec.alignment, spec.alignment)
     found = direct.index_topk(experts, scores, 0, spec.experts, spec.alignment, num_expert_rows)
     expert_rows, offs, topk_ids, row_map, row_scores = found
-    none = offs.new_empty(0)
 
     def exchange(mode: str) -> CollectiveRowExchange:
         if mode != "all_to_all":
-            return CollectiveRowExchange(mode, "", [T], [T], none, none, row_map, expert_rows)
+            return CollectiveRowExchange(mode, "", [T], [T], None, None, row_map, expert_rows)
         rows = torch.arange(T * C, dtype=torch.int32, device=experts.device)
         tokens = torch.div(rows, C, rounding_mode="floor")
         return CollectiveRowExchange(mode, "", [T * C], [T * C], tokens, rows.view(T, C), topk_ids, expert_rows.view(-1, 1))
 
     exchanges = {mode: exchange(mode) for mode in dict.fromkeys(spec.modes)}
     dispatch, combine = (exchanges[mode] for mode in spec.modes)
-    return CollectiveDispatcher(dispatch, combine, offs, row_scores, expert_rows, experts, none, ([T], [T]), T, saved_dtype)
+    return CollectiveDispatcher(dispatch, combine, offs, row_scores, expert_rows, experts, None, ([T], [T]), T, saved_dtype)
 
 
 def _plan_with_peers(

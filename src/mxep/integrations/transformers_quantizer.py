@@ -6,23 +6,30 @@ being quantised again.
 
 files of MX bytes   NAME_qdata float8_e4m3fn and NAME_scale uint8 (e8m0) in the place of each frozen NAME; `quant_method` "mxep" in
                     config.json
+files of MXFP4      NAME_blocks and NAME_scales uint8 in the place of experts' weights (gpt-oss), which are read without loss; with
+                    `config=config_without_mxfp4(folder)`
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from mxep.mx.mxfp4 import mxfp4_to_mxfp8
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight import KeptForms, MXWeight
-from mxep.parallel.frozen_base import chosen_weights, freeze_weight, stored_transposed
+from mxep.ops.quantize.reference import E8M0_NAN
+from mxep.parallel.frozen_base import base_weights, chosen_weights, freeze_weight, stored_transposed
+from mxep.placements import to_local
 
 _METHOD = "mxep"
 _SAVE_AS = ("bf16", "mxfp8")
@@ -68,6 +75,32 @@ class MXFP8Config(QuantizationConfigMixin):
         )
 
 
+def config_without_mxfp4(folder: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
+    """The configuration of a published model as `from_pretrained(..., quantization_config=MXFP8Config())` takes it in `config=`.
+
+    transformers refuses another quantisation than the one that config.json names.  MXFP4 is left out here, since `MXFP8Config` reads such
+    files; other configurations are as transformers reads them.
+
+    Args:
+        folder: as `AutoConfig.from_pretrained` takes it, and `options` too.
+
+    Raises:
+        ValueError: a model that is quantised in another format.
+
+    Examples:
+        >>> from mxep.integrations.transformers_quantizer import MXFP8Config, config_without_mxfp4
+        >>> # config = config_without_mxfp4("gpt-oss-20b")
+        >>> # AutoModelForCausalLM.from_pretrained("gpt-oss-20b", config=config, dtype=torch.bfloat16, quantization_config=MXFP8Config())
+    """
+    config = AutoConfig.from_pretrained(folder, **options)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method", _METHOD)
+    if method not in ("mxfp4", _METHOD):
+        raise ValueError(f"{__name__}: {folder}: quant_method is {method!r}, want mxfp4 or none; take the bf16 files of this model")
+    if method == "mxfp4":
+        del config.quantization_config
+    return config
+
+
 @register_quantizer(_METHOD)
 class MXFP8Quantizer(HfQuantizer):
     """What transformers asks while it loads, trains and saves a model with `MXFP8Config`."""
@@ -80,12 +113,14 @@ class MXFP8Quantizer(HfQuantizer):
     def __init__(self, quantization_config: MXFP8Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._chosen: set[str] = set()
+        self._stacked: set[str] = set()
 
     def is_serializable(self) -> bool:
         return True
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._chosen = set(chosen_weights(model, self.quantization_config.fqns, self.quantization_config.skip))
+        self._stacked = {name for module, name in base_weights(model).values() if module.get_parameter(name).dim() == 3}
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
@@ -102,9 +137,19 @@ class MXFP8Quantizer(HfQuantizer):
     def get_load_operations(self) -> dict[str, Any]:
         return {"deserialize": _Deserialize}
 
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """What two tensors of a file become one parameter: MX bytes, or of files that are no such, MXFP4 of experts."""
+        if self.pre_quantized:
+            found: list[WeightConverter] = super().get_weight_conversions()
+            return found
+        return [WeightConverter([f"{name}_{end}" for end in _FromMXFP4.ends], name, [_FromMXFP4(self)]) for name in sorted(self._stacked)]
+
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
-        """As transformers', but config.json of a model that is saved in bf16 names no quantisation."""
+        """As transformers', but config.json of a model saved in bf16 names no quantisation, and saving undoes no conversion of ours."""
         made = super().postprocess_model(model, **kwargs)
+        for used in list(getattr(model, "_weight_conversions", ())):
+            if any(isinstance(operation, _FromBytes) for operation in getattr(used, "operations", ())):
+                model._weight_conversions.remove(used)
         if self.quantization_config.save_as == "bf16":
             del model.config.quantization_config
         return made
@@ -144,25 +189,59 @@ class _Quantize(ConversionOps):
         return left
 
 
-class _Deserialize(ConversionOps):
-    """A parameter of its MX bytes in a file."""
+class _FromBytes(ConversionOps):
+    """A parameter of two tensors of a file, whose names end in `ends`: frozen in MX, or dequantised if it is not to be frozen."""
+
+    ends: tuple[str, str]
 
     def __init__(self, quantizer: MXFP8Quantizer) -> None:
         self.hf_quantizer = quantizer
 
+    def as_mx(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> MXTensor:
+        raise NotImplementedError
+
     def convert(
         self, input_dict: dict[str, Any], *args: Any, model: Any = None, full_layer_name: str = "", missing_keys: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
+        where = f"{__name__}: {full_layer_name}"
         parts = {key.rpartition("_")[2]: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        if set(parts) != {"qdata", "scale"}:
-            raise ValueError(f"{__name__}: {full_layer_name} has {', '.join(input_dict)} in the file, want its qdata and its scale")
+        if set(parts) != set(self.ends):
+            raise ValueError(f"{where} has {', '.join(input_dict)} in the file, want its {' and its '.join(self.ends)}")
         module, name = get_module_from_name(model, full_layer_name)
-        mx = MXTensor.from_qdata_and_scales(parts["qdata"], parts["scale"].view(torch.uint8), model.dtype)
+        values, scales = (parts[end] for end in self.ends)
+        mx = self.as_mx(values, scales, model.dtype)
         keeps = KeptForms() if self.hf_quantizer.quantization_config.keep_dgrad_form else None
         weight = MXWeight(mx.qdata, mx.scale, mx.orig_dtype, stored_transposed(module, mx), keeps)
+        if weight.shape != (shape := to_local(module._parameters[name]).shape):
+            raise ValueError(f"{where} is {tuple(weight.shape)} in the file, want {tuple(shape)}; load another model or another folder")
+        if (mx.scale.view(torch.uint8) == E8M0_NAN).any():
+            raise ValueError(f"{where} has scales that are no finite numbers; download the file again")
+        if not self.hf_quantizer.param_needs_quantization(model, full_layer_name):
+            return {full_layer_name: weight.dequantize().contiguous()}
         module._parameters[name] = nn.Parameter(weight, requires_grad=False)
         _mark_loaded(module, name, full_layer_name, missing_keys)
         return {}
+
+
+class _Deserialize(_FromBytes):
+    """Of MX bytes."""
+
+    ends = ("qdata", "scale")
+
+    def as_mx(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> MXTensor:
+        return MXTensor.from_qdata_and_scales(values, scales.view(torch.uint8), dtype)
+
+
+class _FromMXFP4(_FromBytes):
+    """Of MXFP4, whose bytes transformers has cast to the model's dtype: bf16 has all integers up to 256."""
+
+    ends = ("blocks", "scales")
+
+    def as_mx(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> MXTensor:
+        as_bytes = scales.to(torch.uint8)
+        if not torch.equal(as_bytes.to(scales.dtype), scales):
+            raise ValueError(f"{__name__}: scales of MXFP4 are other numbers than bytes in the file, want uint8")
+        return mxfp4_to_mxfp8(values.to(torch.uint8), as_bytes, dtype)
 
 
 def _mark_loaded(module: Any, name: str, fqn: str, missing_keys: set[str] | None) -> None:

@@ -328,7 +328,8 @@ class Trainer:
                 if not stopped or self.step_count == s.steps:  # a finished run is not resumed, so it is evaluated now
                     self._evaluate_into(log)
                 same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken() and self._is_saved()
-                if c.checkpoint and (ends or saves) and not same_weights:  # the same weights again would delete an older, different checkpoint
+                # The same weights are not saved again: that would delete an older, different checkpoint.
+                if c.checkpoint and (ends or saves) and not same_weights:
                     self._begin_save()
                     saved, kept_weights = self.step_count, self._steps_taken()
             assert not c.checkpoint or saved == self.step_count or self.skipped.stop is not None
