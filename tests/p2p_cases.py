@@ -48,7 +48,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def values(count: int, width: int, dtype: torch.dtype, seed: int = 0, bad: bool = True) -> torch.Tensor:
-    """Rows of a wide range, with a block of zeros, subnormals, values at the edges of the scale rules, and `bad` ones: a NaN, an Inf."""
+    """Rows of a wide range, with a block of zeros, subnormals, values at the edges of the scaling modes, and `bad` ones: a NaN, an Inf."""
     if not dtype.is_floating_point:
         return torch.randint(-(2**31), 2**31, (count, width), generator=generator(seed)).to(dtype)
     rows = torch.randn(count, width, generator=generator(seed)) * 2.0 ** torch.randint(-20, 20, (count, 1), generator=generator(seed))

@@ -63,7 +63,7 @@ def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "mxep.train.trainer", "pytest"])  # imported once, then forked
+    context.set_forkserver_preload(["torch", "mxep.train.run", "pytest"])  # imported once, then forked
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as folder:
         ranks = [
             context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout, backend, args, dict(os.environ)), daemon=True)

@@ -168,7 +168,7 @@ def test_a_transport_that_logs_and_delegates_has_the_same_bits() -> None:
     run_ranks(logging_rank, 2)
 
 
-# ---- a rounding mode ----
+# ---- a scaling mode ----
 
 
 def even_exponent(amax: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def even_exponent(amax: Tensor) -> Tensor:
     return (((amax.view(torch.int32) + (1 << 19)) >> 23) - 8).clamp(min=0)
 
 
-def test_a_rounding_mode_is_a_function_and_three_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scaling_mode_is_a_function_and_three_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = (*mxep.recipe.SCALING_MODES, "even")
     for module in (mxep.recipe, quantize_reference):
         monkeypatch.setattr(module, "SCALING_MODES", modes)
@@ -195,7 +195,7 @@ def test_a_rounding_mode_is_a_function_and_three_rows(monkeypatch: pytest.Monkey
         mxep.quantize_mx(block, "odd")  # type: ignore[arg-type]
 
 
-def test_cuda_numbers_rounding_modes_and_activations_as_python_does() -> None:
+def test_cuda_numbers_scaling_modes_and_activations_as_python_does() -> None:
     from mxep.ops.activation.functions import ACTIVATIONS
 
     for file, names in (("ops/runtime/mx_bytes.cuh", mxep.recipe.SCALING_MODES), ("ops/activation/functions.cuh", ACTIVATIONS)):

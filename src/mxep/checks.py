@@ -70,6 +70,6 @@ def values_checked(tensor: torch.Tensor) -> bool:
 
 
 def check_mode(where: str, scaling_mode: ScaleCalculationMode, block_size: int) -> str:
-    """The scale rule's name. Raises ValueError for another mode or block size."""
+    """The scaling mode's name. Raises ValueError for another mode or block size."""
     check_block_size(where, block_size)
     return scaling_mode_name(where, scaling_mode)

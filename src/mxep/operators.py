@@ -182,7 +182,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "reduce_rows_chunk(Tensor rows, Tensor slots, Tensor row_map, Tensor chunk, Tensor(a!) out, Tensor(b!)? carry=None) -> ()",
     ),
     ("peer_write.reference", "peer_write.p2p"): (
-        # row t to slots[t, j] of the memory at addresses[ranks[t, j]], or addresses[j], as it is or (mode: a scale rule) as its packed
+        # row t to slots[t, j] of the memory at addresses[ranks[t, j]], or addresses[j], as it is or (mode: a scaling mode) as its packed
         # record
         "p2p_scatter_rows(Tensor rows, Tensor slots, Tensor? ranks, int[] addresses, int pitch, str mode) -> ()",
         # reduce_rows of rows (P, D) and slots (W * region, J), `region` sums to each of W addresses; with a chunk, of the last chunk's

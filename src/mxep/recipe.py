@@ -65,7 +65,7 @@ class Recipe:
         wgrad: "hp" multiplies the operands as they came ("wgrad_with_hp").  "mx" multiplies the MX forms that forward and dgrad
             multiply, 1x32 along the columns: nothing is quantised twice, FP8 tensor cores on Hopper, and backward saves MX inputs.
             "mxfp8" quantises both again, 32x1 along the tokens, and then the input must not be MX already, so dispatch has to be "hp".
-        scaling_mode: scale rule of every quantisation.
+        scaling_mode: scaling mode of every quantisation.
         group_size_multiple_of: rows that every expert's group is padded to, a multiple of 32.
         gemm_path: "auto" or a name from `mxep.device.available_gemm_paths`.
         hp_below_rows: a call with fewer rows than this per weight, on average over the experts, multiplies in high precision, forward and
@@ -149,7 +149,7 @@ def check_block_size(where: str, block_size: int) -> None:
 
 
 def scaling_mode_name(where: str, scaling_mode: ScaleCalculationMode | str) -> str:
-    """A scale rule's name, what operators take; an enum of the same names from elsewhere is understood. Raises ValueError for others."""
+    """A scaling mode's name, what operators take; an enum of the same names from elsewhere is understood. Raises ValueError for others."""
     name = str(getattr(scaling_mode, "_value_", scaling_mode)).lower()  # `value` of an enum costs two functions of Python
     if name not in SCALING_MODES:
         raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want ScaleCalculationMode.{' or '.join(map(str.upper, SCALING_MODES))}")

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
 from mxep import cli, reference
-from mxep.bench import command, grouped_mm, pipeline, plots, ranks, registry, report, tables
+from mxep.bench import command, grouped_mm, markdown_tables, pipeline, plots, ranks, registry, report, tables
 from mxep.bench import records as record_files
 from mxep.bench import timing as timing_module
 from mxep.bench.baselines import counts_of, zipf_counts
@@ -43,7 +43,7 @@ def test_one_rank(name: str, tmp_path: Path) -> None:
     assert all(arm in shown for arm in records[0]["arms"])
     assert all(ratio in shown for ratio in records[0]["ratios"])
     assert "microseconds of a call" in shown
-    for table in report.TABLES[name.replace("-", "_")](records).split("\n\n"):
+    for table in markdown_tables.TABLES[name.replace("-", "_")](records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
@@ -80,13 +80,13 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
         for parts in record["parts_ms"].values():
             assert len(parts) == 2 * len(pipeline.STAGES)
             assert all(ms > 0 for ms in parts.values())
-    page = report.pipeline_tables(records)
+    page = markdown_tables.pipeline_tables(records)
     for title in ("Pipeline of the five blocks", "Pipeline in one call"):
         assert page.count(title) == 2, "the tutorial's two tables"
     assert page.count("| tokens | dim | hidden_dim | num_experts | fwd_bf16_ms |") == 4
     assert "mxfp8_nccl_backward" in text_of(records)
     before = [{**record, "arms": {arm: ms for arm, ms in record["arms"].items() if not arm.startswith("mxfp8_t")}} for record in records]
-    assert report.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"
+    assert markdown_tables.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"
     assert [path.name for path in plots.draw({"pipeline": records}, tmp_path)] == ["pipeline_parts.png"]
 
 
@@ -170,7 +170,7 @@ def test_record_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert records[0]["command"] == "mxep bench quantize --quick --record"
     printed = capsys.readouterr().out
     assert "fraction_of_copy" in printed
-    assert report.memory_table(records) in printed, "the tables of the pages"
+    assert markdown_tables.memory_table(records) in printed, "the tables of the pages"
 
 
 def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,13 +290,13 @@ def test_what_few_rows_cost_is_shown() -> None:
         {**many, "shape": {"T": T, "D": D}, "calls": 10, "arms": {"quantize": {"median_ms": 0.021 * T}}, "host_us": {"quantize": 30.4}}
         for D, T in ((64, 8192), (64, 128), (32, 128))
     ]
-    table = report.memory_table([many, *few]).split("\n\n")[1]
+    table = markdown_tables.memory_table([many, *few]).split("\n\n")[1]
     assert table.splitlines()[0] == "| device | few rows: microseconds of a call, device / host | T | D 32 | D 64 |"
     assert table.splitlines()[2:] == [
         "| H200 | `quantize` | 128 | 268.8 / 30 | 268.8 / 30 |",
         "| H200 | `quantize` | 8192 |  | 17203.2 / 30 |",
     ]
-    assert "\n\n" not in report.memory_table([many])
+    assert "\n\n" not in markdown_tables.memory_table([many])
     assert tables.device_us({"arms": {"fused_total": {"median_ms": 2.0}}}, "fused") == 2000
     assert tables.device_us({"arms": {}}, "launcher") is None
 

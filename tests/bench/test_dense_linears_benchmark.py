@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.bench_cases import CPU, FAST, check_schema
 
-from mxep.bench import dense_linears, registry, report
+from mxep.bench import dense_linears, markdown_tables, registry, report
 from mxep.bench.records import RESULTS, read_records
 from mxep.parallel.linear_gains import LinearTimes
 
@@ -30,7 +30,7 @@ def test_record_and_table() -> None:
     assert set(record["host_us_asked"]) == set(dense_linears.OURS)
     assert record["errors"]["mx_kept"] == record["errors"]["mx"]
     assert all(record["errors"]["linear"][name]["all"] < record["errors"]["mx"][name]["all"] / 8 for name in dense_linears.RESULTS)
-    table = report.linears_table(records).splitlines()
+    table = markdown_tables.linears_table(records).splitlines()
     assert len(table) == 3
     assert len({line.count("|") for line in table}) == 1
     (row,) = (LinearTimes(**row) for row in json.loads(dense_linears.gains_table(records)))

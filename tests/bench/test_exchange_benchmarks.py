@@ -8,7 +8,7 @@ from tests.bench_cases import CPU, FAST, check_schema
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
-from mxep.bench import a2a, layer, registry, report, timing
+from mxep.bench import a2a, layer, markdown_tables, registry, timing
 from mxep.cli import main
 from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
@@ -23,13 +23,14 @@ def test_a2a_on_two_ranks() -> None:
     records = run_ranks(_a2a_rank, 2)[0]
     check_schema("a2a", records)
     assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "dispatch_vs_nccl_bf16"}
-    page = report.a2a_table(records)
+    page = markdown_tables.a2a_table(records)
     assert len({line.count("|") for line in page.splitlines()}) == 1
     assert "256 x 128" in page
     home = {"ratios": {**records[0]["ratios"], "home_vs_peer_copy": 0.97}, "limit": {**records[0]["limit"], "home_vs_peer_copy": 1.0}}
-    assert "0.97x of 1.00x" in report.a2a_table([{**records[0], **home}])
+    assert "0.97x of 1.00x" in markdown_tables.a2a_table([{**records[0], **home}])
     older = {name: {key: value for key, value in records[0][name].items() if "placed" not in key} for name in ("arms", "ratios", "limit")}
-    assert {line.count("|") for line in report.a2a_table([{**records[0], **older}]).splitlines()} == {page.splitlines()[0].count("|")}
+    table = markdown_tables.a2a_table([{**records[0], **older}])
+    assert {line.count("|") for line in table.splitlines()} == {page.splitlines()[0].count("|")}
 
 
 def _layer_rank(rank: int, world: int) -> list[dict]:
@@ -51,9 +52,9 @@ def test_layer_on_two_ranks() -> None:
     assert records[0]["load_max_over_mean"] < records[1]["load_max_over_mean"]
     assert "exposed_ms" not in records[0], "a CPU's trace says nothing about it"
     exposed = {"mxfp8": {"dispatch": 1.0, "combine": 2.5, "combine's backward": 0.25, "dispatch's backward": 0.0}}
-    last = report.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
+    last = markdown_tables.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
     assert "| mxfp8 | 1.00 ms | 2.50 ms | 0.25 ms | 0.00 ms |" in last
-    for table in report.layer_tables(records).split("\n\n"):
+    for table in markdown_tables.layer_tables(records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mxep.bench import experts, memory_bound, registry, report
+from mxep.bench import experts, markdown_tables, memory_bound, registry
 from mxep.bench.timing import Rounds
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, rebase_rows
 
@@ -63,7 +63,7 @@ def test_experts() -> None:
         assert saved["fused"] == saved["fused_mx_uncached"] == rows * 4 + mx + shape["L"] * 4
         assert saved["separate"] == rows * 8 + mx + shape["L"] * 4
         assert saved["bf16"] >= rows * 8 + shape["T"] * shape["D"] * 2
-    for table in report.experts_table(found).split("\n\n"):
+    for table in markdown_tables.experts_table(found).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
         assert len(table.splitlines()) == 2 + len(found)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep.bench import command, finetune, finetune_arms, random_models, registry, report
+from mxep.bench import command, finetune, finetune_arms, markdown_tables, random_models, registry
 from mxep.bench.finetune_arms import ARMS, BASELINE, MODELS, TINY, FinetuneRun, WrongResultError, measure_arm
 from mxep.bench.records import read_records
 from mxep.bench.transformers_step import model_config
@@ -73,7 +73,7 @@ def test_records(records: list[dict]) -> None:
 
 def test_table(records: list[dict]) -> None:
     left = {**records[0], "left_out": {"full": "OutOfMemoryError: 1 | 2"}}
-    lines = report.finetune_table([records[0], left]).splitlines()
+    lines = markdown_tables.finetune_table([records[0], left]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 2 + 2 * len(ARMS) + 1
     assert sum(line.count("x |") for line in lines) == 2
@@ -81,12 +81,12 @@ def test_table(records: list[dict]) -> None:
 
 def test_a_ratio_that_was_not_measured_keeps_its_place(records: list[dict]) -> None:
     """Else the other one would be read as it."""
-    table = report.finetune_table([{**records[0], "ratios": {"lora_mx_vs_ours_bf16": 1.05}}])
+    table = markdown_tables.finetune_table([{**records[0], "ratios": {"lora_mx_vs_ours_bf16": 1.05}}])
     assert "| - / 1.05x |" in table
 
 
 def test_what_is_asked_of_a_base_is_shown(records: list[dict]) -> None:
-    table = report.finetune_table([{**records[0], "target": {"lora_mx_base_gib": 24.0}}])
+    table = markdown_tables.finetune_table([{**records[0], "target": {"lora_mx_base_gib": 24.0}}])
     assert table.count("| 0.0 (asked: 24 at most) |") == 1
 
 
@@ -204,7 +204,7 @@ def test_records_of_a_model_have_a_file_of_their_own(tmp_path: Path, capsys: pyt
     found = read_records("finetune", tmp_path)
     assert [record["model"] for record in found] == list(MODELS)
     assert f"--arms {BASELINE} --model {GPT_OSS} --layers 1" in found[1]["command"]
-    assert f"{GPT_OSS} of 1 layers" in report.finetune_table(found)
+    assert f"{GPT_OSS} of 1 layers" in markdown_tables.finetune_table(found)
 
 
 def test_bytes_of_weights_count_codes_and_scales() -> None:
@@ -239,7 +239,7 @@ def test_an_arm_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFix
     assert record["ratios"] == {}
     assert sum("left out" in line for line in said) == 1
     assert "lora_mx: " in capsys.readouterr().out, "progress"
-    assert "left out: OutOfMemoryError" in report.finetune_table([record])
+    assert "left out: OutOfMemoryError" in markdown_tables.finetune_table([record])
 
 
 @pytest.mark.parametrize(("how", "problem"), [("twice", "norm of .* is off by"), ("off", "the loss is"), ("none", "gradient is 0.0")])

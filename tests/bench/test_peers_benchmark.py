@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.bench_cases import CPU, FAST, check_schema
 
-from mxep.bench import peers, registry, report
+from mxep.bench import markdown_tables, peers, registry
 from mxep.bench.peer_arms import PEERS
 from mxep.bench.timing import Timing
 
@@ -32,7 +32,7 @@ def test_records_and_tables() -> None:
         assert all(record["errors"]["bf16"][name]["all"] < record["errors"]["mx"][name]["all"] / 8 for name in peers.RESULTS)
         assert record["errors"]["mx_kept"] == record["errors"]["mx"]
         assert record["saved_bytes"]["mx"] == record["saved_bytes"]["hp"] < record["saved_bytes"]["bf16"] < record["saved_bytes"]["torch"]
-    for table in report.peers_tables(records).split("\n\n"):
+    for table in markdown_tables.peers_tables(records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
         assert len(table.splitlines()) == 2 + len(arms)
 

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mxep import cli
-from mxep.bench import plots, published, report, training
+from mxep.bench import markdown_tables, plots, published, training
 from mxep.bench.timing import MIN_RUNS
 from mxep.bench.training import IDLE, PARTS, part_of
 from mxep.models.flops import flops_per_token
@@ -94,12 +94,9 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     assert record["arms"]["bf16"]["median_ms"] == 150
     assert record["steps"]["bf16"]["parts_ms"]["exchange"] == 0.02
     assert record["steps"]["bf16"]["transport"] == "collective"
-    assert "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over " in report.train_table(
-        [record]
-    )
-    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0% | 25.0% / 25.0% | 35.0% / 35.0%" in report.train_table(
-        [record]
-    )
+    table = markdown_tables.train_table([record])
+    assert "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over " in table
+    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0% | 25.0% / 25.0% | 35.0% / 35.0%" in table
     assert training.steps_table(record).row_count == 2
     for drawn in plots.draw({"train": [record]}, tmp_path):
         assert drawn.stat().st_size > 5000
@@ -108,7 +105,7 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     small = training.record_of({"mxfp8": metrics(0.1), "bf16": metrics(0.15)}, tmp_path / "nowhere", "some", "cpu")
     assert small["target"] == {}, "of the full size on four ranks"
     assert small["limit"] == {"mxfp8_tokens_per_s_vs_bf16": None}, "without a trace there is none"
-    assert "| 1.50x |" in report.train_table([small])
+    assert "| 1.50x |" in markdown_tables.train_table([small])
     assert [path.name for path in plots.draw({"train": [small]}, tmp_path)] == ["train_curves.png"], "parts of a step are in traces only"
     del small["curves"]
     assert plots.draw({"train": [small]}, tmp_path) == [], "a record from before there were curves"
@@ -161,7 +158,7 @@ def test_a_record_of_layers_as_one_function(tmp_path: Path) -> None:
     record = training.record_of(runs, tmp_path / "nowhere", "some", "h200")
     assert record["ratios"] == {"mxfp8_tokens_per_s_vs_bf16": 1.5, "bf16, one function_tokens_per_s_vs_bf16": 1.25}
     assert record["target"] == {"mxfp8_tokens_per_s_vs_bf16": 1.3}
-    table = report.train_table([record])
+    table = markdown_tables.train_table([record])
     assert "bf16, blocks over collective transport / mxfp8, one function over collective transport | 150 / 100 ms" in table
     assert "bf16, blocks over collective transport / bf16, one function over collective transport | 150 / 120 ms" in table
 
@@ -169,12 +166,12 @@ def test_a_record_of_layers_as_one_function(tmp_path: Path) -> None:
 def test_a_record_names_the_arms_that_are_cuda_graphs(tmp_path: Path) -> None:
     graph, eager = metrics(0.1, 4, fused=True, graph=True), metrics(0.12, 4, fused=True)
     record = training.record_of({"mxfp8": graph, training.ONE_FUNCTION: eager, "bf16": metrics(0.15, 4)}, tmp_path, "some", "h200")
-    table = report.train_table([record])
+    table = markdown_tables.train_table([record])
     assert "MXFP8 as a CUDA graph | bf16, blocks over collective transport / mxfp8, one function over collective transport, a CUDA" in table
     assert "MXFP8 as a CUDA graph | bf16, blocks over collective transport / bf16, one function over collective transport |" in table
     for arm in record["steps"].values():
         del arm["cuda_graph"]
-    assert "transport, a CUDA graph" not in report.train_table([record]), "a record from before there were CUDA graphs"
+    assert "transport, a CUDA graph" not in markdown_tables.train_table([record]), "a record from before there were CUDA graphs"
 
 
 @pytest.mark.parametrize("transport", ["symmetric", None])
@@ -277,7 +274,7 @@ def test_older_records_are_counted_from_their_speed() -> None:
 
 def test_the_tutorials_steps(tmp_path: Path) -> None:
     """Some steps of every run that is kept, none where there is none."""
-    assert report.tutorial_table(tmp_path) == ""
+    assert markdown_tables.tutorial_table(tmp_path) == ""
     settings = {"ep": 2, "batch": 3, "seq_len": 64, "activation_checkpoint": "full", "compile": False, "recipe": "bf16"}
     run = {"kind": "run", "settings": settings, "world": 2, "model": {"name": "small"}, "transport": "collective"}
     step = {
@@ -292,7 +289,7 @@ def test_the_tutorials_steps(tmp_path: Path) -> None:
     }
     lines = [run, *({**step, "step": number} for number in range(1, 8)), {"kind": "end"}]
     (tmp_path / "tutorial-h200-2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = report.tutorial_table(tmp_path)
+    table = markdown_tables.tutorial_table(tmp_path)
     assert "2 x H200, small, EP 2, 3 sequences of 64 tokens a GPU,\nfull recomputation, bf16, collective transport:" in table
     assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")] == ["| step", "| ---", "| 1", "| 2", "| 5"]
     assert "| 5 | 2.5000 | 1.00 | 4.00 GiB (50.0%) | 12,346 | 7.0 | 25.0% |" in table

@@ -10,7 +10,7 @@ import torch
 from tests.bench_cases import CPU, FAST, check_schema
 from tests.ranks import run_ranks
 
-from mxep.bench import registry, report
+from mxep.bench import markdown_tables, registry
 
 transformers_5 = pytest.importorskip("mxep.integrations.transformers_5", reason="the library that is adapted", exc_type=ImportError)
 
@@ -49,7 +49,7 @@ def check(name: str, baseline: str, records: list[dict], table: str) -> None:
 
 def test_one_rank() -> None:
     records = _records("transformers")
-    check("transformers", "grouped_mm", records, report.transformers_table(records))
+    check("transformers", "grouped_mm", records, markdown_tables.transformers_table(records))
     with (
         mock.patch.object(transformers_5, "fused_experts", _wrong(transformers_5.fused_experts)),
         pytest.raises(registry.CheckFailedError, match=r"mxep: y at 1.* dB from grouped_mm, want at least 20 dB; no times"),
@@ -59,7 +59,7 @@ def test_one_rank() -> None:
 
 def test_two_ranks() -> None:
     for records, problem in run_ranks(_of_ranks, 2):
-        check("transformers-ep", "all_to_all", records, report.transformers_ep_table(records))
+        check("transformers-ep", "all_to_all", records, markdown_tables.transformers_ep_table(records))
         assert records[0]["transport"] == "collective"
         assert problem.startswith("CheckFailedError: transformers-ep, Qwen3-30B-A3B, 64 tokens: mxep: y at ")
         assert problem.endswith("dB from all_to_all, want at least 20 dB; no times")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.bench_cases import CPU, FAST, check_schema
 
-from mxep.bench import registry, report, transformers_step
+from mxep.bench import markdown_tables, registry, transformers_step
 
 pytest.importorskip("transformers")
 
@@ -71,6 +71,6 @@ def test_copies_share_parameters() -> None:
 
 def test_table() -> None:
     records = registry.run("transformers-step", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
-    lines = report.transformers_step_table(records).splitlines()
+    lines = markdown_tables.transformers_step_table(records).splitlines()
     assert len(lines) == 2 + len(records[0]["agreement"])
     assert "`mxep_mx`" in "".join(lines)

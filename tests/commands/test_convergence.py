@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from mxep.bench import plots, report
+from mxep.bench import markdown_tables, plots
 from mxep.bench.records import RESULTS, range_verdict, read_records
 from mxep.cli import main
 from mxep.commands import convergence
@@ -33,7 +33,7 @@ def metrics(end: float, steps: int = 20, every: int = 1) -> list[dict]:
     return records
 
 
-@pytest.mark.parametrize("module", [convergence, report])
+@pytest.mark.parametrize("module", [convergence, markdown_tables])
 def test_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted
@@ -72,7 +72,7 @@ def test_a_verdict_needs_seeds_and_evaluations(seeds: int, steps: int, every: in
     assert all(text in said for text, said in zip(missing, found["no_verdict"], strict=True))
     record = {**found, "steps": steps, "device": "cpu", "world_size": 1, "shape": {"T": 8}, "model": {"parameters": 1e6}}
     said = "no verdict" if missing else "yes"
-    assert f"| {said} |" in report.convergence_table([{**record, "data": {"unit": "byte"}}])
+    assert f"| {said} |" in markdown_tables.convergence_table([{**record, "data": {"unit": "byte"}}])
     del found["no_verdict"]
     assert range_verdict(found, "mxfp8") == "yes", "an older record"
 
@@ -124,7 +124,7 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
     first = [record["arms"][name]["curves"][0]["held_out"][0] for name in RECIPES]
     assert first[0] == pytest.approx(first[1], rel=2e-3)  # same initialisation and data
     assert (tmp_path / "runs" / "convergence.png").stat().st_size > 10_000
-    assert "| bf16 |" in report.TABLES["convergence"]([record | {"device": "h200"}])
+    assert "| bf16 |" in markdown_tables.TABLES["convergence"]([record | {"device": "h200"}])
     assert plots.draw({"convergence": [record]}, tmp_path / "plots") == []  # a CPU's is no record of the README
     assert [path.name for path in plots.draw({"convergence": [record | {"device": "h200"}]}, tmp_path / "plots")] == ["convergence.png"]
     assert main(["convergence", *out, "--seeds", "1", "--resume"]) == 2

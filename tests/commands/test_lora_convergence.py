@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("peft")
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from mxep.bench import report
+from mxep.bench import markdown_tables
 from mxep.cli import main
 from mxep.commands import lora_convergence
 from mxep.commands.lora_convergence import compare_arms
@@ -39,7 +39,7 @@ def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "no verdict: 2 seeds have no spread, want --seeds 3 or more" in said
     (record,) = json.loads((tmp_path / "lora_convergence-cpu-1.json").read_text())
-    assert report.TABLES["lora_convergence"]([record]) in said
+    assert markdown_tables.TABLES["lora_convergence"]([record]) in said
     assert [arm["gemm_path"] for arm in record["arms"].values()] == ["reference", None]
     starts = [[curves["held_out"][0] for curves in record["arms"][arm]["curves"]] for arm in lora_convergence.ARMS]
     assert starts[0] == pytest.approx(starts[1], rel=2e-3)  # the same base; new adapters add nothing

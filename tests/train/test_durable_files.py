@@ -154,7 +154,7 @@ def test_a_run_that_finds_no_room_to_begin_ends_with_a_line(tmp_path: Path, monk
         def fails(config: TrainConfig, argv: Any, ranks: Any, error: Exception = error) -> bool:
             raise error
 
-        monkeypatch.setattr("mxep.train.trainer.run", fails)
+        monkeypatch.setattr("mxep.train.run.run", fails)
         monkeypatch.setattr("mxep.train.distributed.init_distributed", lambda device: nullcontext())
         monkeypatch.setattr("mxep.train.distributed.watch_starter", lambda: None)
         with pytest.raises(EndedError, match="1"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mxep.train.metrics
-from mxep.bench.report import tutorial_table
+from mxep.bench.markdown_tables import tutorial_table
 from mxep.train.compare import summarize
 from mxep.train.metrics import MetricsLog, plot_losses, read_metrics
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mxep.bench import report, training
+from mxep.bench import markdown_tables, report, training
 from mxep.bench.finetune_arms import ARMS, DEFAULT_MODEL, MODELS
 from mxep.bench.layer import parse_size
 from mxep.bench.peer_arms import PEERS
@@ -153,6 +153,6 @@ def _measure(options: argparse.Namespace) -> int:
                 print("wrote", write(records, complete=True))
             for table in tables(records):
                 console.print(table)
-            console.print(report.TABLES[records[0]["benchmark"]](records), markup=False, soft_wrap=True)
+            console.print(markdown_tables.TABLES[records[0]["benchmark"]](records), markup=False, soft_wrap=True)
     sys.stdout.flush()
     return 0

@@ -78,7 +78,7 @@ class Transport(Protocol):
         """
 
     def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
-        """`exchange` of the packed records of rows (T', D), bf16 or float32 -> (R, record_bytes(D)) uint8; mode: a scale rule's name."""
+        """`exchange` of the packed records of rows (T', D), bf16 or float32 -> (R, record_bytes(D)) uint8; mode: a scaling mode's name."""
 
     def exchange_dequantized(
         self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str
@@ -233,7 +233,7 @@ def exchange_quantized(
         output_splits: rows received from each rank, a host list.
         input_splits: rows sent to each rank, a host list.
         group_name: name of the process group.
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
 
     Returns:
         (sum(output_splits), record_bytes(D)) uint8: e4m3 data and scales of a row in one packed record.
@@ -257,7 +257,7 @@ def exchange_dequantized(
         output_splits: rows received from each rank, a host list.
         input_splits: rows sent to each rank, a host list.
         group_name: name of the process group.
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
 
     Returns:
         (sum(output_splits), D) in the dtype of rows, the values that the MXFP8 rows represent.

@@ -254,8 +254,8 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     """Prints the table and the verdict, draws the plot, writes the record."""
     import torch
 
+    from mxep.bench.markdown_tables import convergence_table
     from mxep.bench.plots import convergence
-    from mxep.bench.report import convergence_table
 
     metrics = {run: read_metrics(run.folder / METRICS_FILE) for run in runs}
     by_recipe = {recipe: [metrics[run] for run in runs if run.recipe == recipe] for recipe in plan.recipes}

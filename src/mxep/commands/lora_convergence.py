@@ -240,7 +240,7 @@ def compare_arms(runs: dict[str, list[list[dict[str, Any]]]], steps: int) -> dic
 
 def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Namespace, device: torch.device, data: dict[str, Any]) -> None:
     """Prints the table and the verdict, writes the record."""
-    from mxep.bench.report import lora_convergence_table
+    from mxep.bench.markdown_tables import lora_convergence_table
 
     asked = [f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name in _POSITIVE and value is not None]
     record: dict[str, Any] = {

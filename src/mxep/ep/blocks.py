@@ -25,7 +25,7 @@ class Permuted(NamedTuple):
     padded_counts: torch.Tensor  # (L,) int32
     offsets: torch.Tensor  # (L,) int32, END offsets
     padded_shape: torch.Size  # (R+1, D)
-    backward_mode: str  # scale rule by which unpermute's backward quantises plain gradients; "" = not at all
+    backward_mode: str  # scaling mode by which unpermute's backward quantises plain gradients; "" = not at all
 
 
 def dispatch(rows: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:

@@ -36,7 +36,7 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
         input_splits: rows sent to each rank, a host list; the output_splits of dispatch.
         group_name: process group, its name, or None for WORLD.
         group: an alias of it.
-        scaling_mode: scale rule.
+        scaling_mode: scaling mode.
         block_size: 32.
         mxfp8_bwd: False exchanges the gradient in its own dtype.
 

@@ -42,7 +42,7 @@ def exchange_hp(rows: torch.Tensor, output_splits: Sequence[int], input_splits: 
 
 
 def exchange(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group_name: str, mode: str) -> torch.Tensor:
-    """`exchange_mx` of the rows' values with a scale rule as `mode`, `exchange_hp` with ""."""
+    """`exchange_mx` of the rows' values with a scaling mode as `mode`, `exchange_hp` with ""."""
     if mode:
         return exchange_mx(dequantize_data(rows), output_splits, input_splits, group_name, mode)
     return exchange_hp(rows, output_splits, input_splits, group_name)
@@ -50,7 +50,7 @@ def exchange(rows: torch.Tensor, output_splits: Sequence[int], input_splits: Seq
 
 @in_graph
 class AllToAll(torch.autograd.Function):
-    """All-to-all of rows.  `mode` and `backward_mode` are the scale rules of MXFP8 forward and backward, "" for high precision."""
+    """All-to-all of rows.  `mode` and `backward_mode` are the scaling modes of MXFP8 forward and backward, "" for high precision."""
 
     @staticmethod
     def forward(
@@ -105,7 +105,7 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
         input_splits: rows sent to each rank of the group, a host list.
         group_name: process group, its name, or None for WORLD.
         group: an alias of it.
-        scaling_mode: scale rule.
+        scaling_mode: scaling mode.
         block_size: 32.
 
     Returns:

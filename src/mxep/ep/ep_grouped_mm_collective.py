@@ -55,7 +55,7 @@ OVERLAPPED: dict[str, Callable[[Transport, Tensor, Tensor, LocalCall], Tensor]] 
 class _EPOptions(NamedTuple):
     """What the function does apart from its operands; hashable, so that a graph can hold it."""
 
-    dispatch: str  # scale rule by which rows are quantised for their exchange, "" sends them as they are
+    dispatch: str  # scaling mode by which rows are quantised for their exchange, "" sends them as they are
     combine: str  # the same of gradients
     gemm: GemmOptions | None  # None multiplies in high precision
 

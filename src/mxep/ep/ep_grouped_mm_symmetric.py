@@ -176,7 +176,7 @@ class LocalCall(NamedTuple):
         input_splits, output_splits: (W,) rows sent and received.  counts: (W*L,) rows received, rank-major.
         row_map: (P,) int32, padded row -> arrived row.  offs: (L,) int32 END offsets in padded order.
         alignment: rows that every expert's group is padded to.
-        mode: scale rule of both exchanges.  gemm: how to multiply.  kept: the weight's entry in a cache, or None.
+        mode: scaling mode of both exchanges.  gemm: how to multiply.  kept: the weight's entry in a cache, or None.
     """
 
     input_splits: Sequence[int]

@@ -57,7 +57,7 @@ def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_ex
 def permute_rows(
     where: str, rows: torch.Tensor, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, mode: str = ""
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All forms of permute; with a scale rule as `mode`, plain rows become MX."""
+    """All forms of permute; with a scaling mode as `mode`, plain rows become MX."""
     reject_border(rows, where)
     check_tensors(where, input=rows)
     check_tensors(where, rows.device, num_tokens_per_expert=counts)

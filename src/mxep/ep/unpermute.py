@@ -56,7 +56,7 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
 
 
 def unpermute_rows(input: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: torch.Size, mode: str = "") -> torch.Tensor:
-    """`unpermute_hp_fwd_mxfp8_bwd`; with a scale rule as `mode`, its backward returns MX for any gradient."""
+    """`unpermute_hp_fwd_mxfp8_bwd`; with a scaling mode as `mode`, its backward returns MX for any gradient."""
     where = "unpermute"
     reject_border(input, where)
     check_tensors(where, input=input)

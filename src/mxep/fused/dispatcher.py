@@ -96,7 +96,7 @@ class RowExchange(Protocol):
         """(R, J) int32, the expert rows that read each row, -1 for none."""
 
     def to_experts(self, tokens: Tensor, scaling_mode: str) -> Tensor:
-        """Tokens (T, D) -> rows (R, D) at their experts: MX with a scale rule, quantised once per token, else as they are.
+        """Tokens (T, D) -> rows (R, D) at their experts: MX with a scaling mode, quantised once per token, else as they are.
 
         Rows that `row_map` does not name are uninitialised.
         """
@@ -112,7 +112,7 @@ class RowExchange(Protocol):
         """
 
     def to_tokens(self, rows: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
-        """Expert rows (P, D) -> sums per token (T, D), with `added` (T, D) as last term; sent in MX with a scale rule.
+        """Expert rows (P, D) -> sums per token (T, D), with `added` (T, D) as last term; sent in MX with a scaling mode.
 
         `earlier`: partial sums of earlier chunks; then `rows` has the rows of the last chunk only.
         """

@@ -32,7 +32,7 @@ _DEFAULT_RUNTIME = RuntimeEPConfig()
 
 
 class ScalingModes(NamedTuple):
-    """Scale rule of each exchange, "" for rows that are sent as they are; combine's are those of its own direction."""
+    """Scaling mode of each exchange, "" for rows that are sent as they are; combine's are those of its own direction."""
 
     dispatch: str
     combine: str
@@ -50,7 +50,7 @@ class FusedOptions(NamedTuple):
         scaling_modes: of the exchanges.
         spec: what must be the same on every rank, for a forward without a backward.
         group_name: of the EP group, "" for this rank alone.
-        keep_as: scale rule with which gate and up are kept for backward, "" to keep them as they are.
+        keep_as: scaling mode with which gate and up are kept for backward, "" to keep them as they are.
         score_dtype: of the scores' gradient: that of the caller's scores, float32 for a router's.
     """
 

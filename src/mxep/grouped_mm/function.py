@@ -234,7 +234,7 @@ def to_mxfp8_then_scaled_grouped_mm(
         kernel_preference: AUTO, EMULATED (dequantise and multiply), or the name of a GEMM path (`mxep.device.available_gemm_paths`).
             On Hopper AUTO is "fp8" for results in bf16 and "exact" for results in float32; "fp8" by name is "fp8" for both.
         wgrad_with_hp: multiply wgrad's operands as they came, instead of both quantised 32x1 along M.
-        scale_calculation_mode: scale rule.
+        scale_calculation_mode: scaling mode.
         pad_token_groups_for_grouped_mm: pad groups to whole MX blocks inside (the 32x1 wgrad needs it where they are not).
         main_grad: (L, N, K) float32, to which backward adds dW, unrounded, instead of giving B_t a gradient: for sums over micro-batches.
             Not for use in a compiled graph.

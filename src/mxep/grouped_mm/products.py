@@ -40,7 +40,7 @@ class GemmOptions(NamedTuple):
 
     out_dtype: torch.dtype
     wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe; "none" if the weight gets no gradient
-    mode: str  # a scale rule's name
+    mode: str  # a scaling mode's name
     path: str  # resolved GEMM path
     float32_path: str  # the path of float32 results
     rebased: str | None  # granularity with which rows of forward and dgrad are rebased, None where these multiply MX rows

@@ -60,7 +60,7 @@ def linear_cross_entropy(
         labels: (T,) int64, each 0 to V - 1 or IGNORE.  Any other value raises on a CPU; on a GPU, where a check would need a host sync,
             the loss is NaN.
         chunk_tokens: tokens per chunk.
-        recipe: of the three products: GEMM, wgrad, scale rule and path are what it reads of it.  MXFP8 takes bf16 or float32, and D is a
+        recipe: of the three products: GEMM, wgrad, scaling mode and path are what it reads of it.  MXFP8 takes bf16 or float32, and D is a
             multiple of 32.  A vocabulary that is none is padded with zeros, in a copy of the weight in every call.
         reduction: "sum", or "mean" over the labels that are not IGNORE.
         kept: the weight's entry in a `WeightCache`; None quantises it in every call.  Not for use in a compiled graph.

@@ -144,7 +144,7 @@ class Activation(NamedTuple):
     Attributes:
         name: one of `ACTIVATIONS`.
         layout: as in `ExpertWeights`.
-        mode: scale rule of MX results, "" for no MX.
+        mode: scaling mode of MX results, "" for no MX.
         form: (limit, alpha, offset) of `SwiGLU`.
     """
 
@@ -290,7 +290,7 @@ def first_product(
 ) -> FirstProduct:
     """Rows x (R, D), MX or plain -> gate and up: all that backward reads of a forward.
 
-    `keep_as`: scale rule with which gate and up are returned as MX; "" returns them as they are.
+    `keep_as`: scaling mode with which gate and up are returned as MX; "" returns them as they are.
     """
     first = _first_product(x, weights, gemms, rows, options)
     if not keep_as:
@@ -341,7 +341,7 @@ def _next_forms(made: Iterator[Tensor], names: str, options: ExpertOptions, dtyp
 
 
 def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions, keep_as: str) -> tuple[Forms, Tensor]:
-    """h times its score (P, H), rounded once: MX with a scale rule or rebased, else, and for an adapter, in high precision; and gate and
+    """h times its score (P, H), rounded once: MX with a scaling mode or rebased, else, and for an adapter, in high precision; and gate and
     up, as MX if asked for."""
     activation, arguments, dtype = options.activation, _activation_arguments(weights, rows, options), gate_up.dtype
     if activation.mode:

@@ -17,7 +17,7 @@ def gather(rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
 
 
 def gather_as_mx(rows: torch.Tensor, row_map: torch.Tensor, mode: str) -> torch.Tensor:
-    """(R, D) -> MX (P, D): plain rows are quantised on the way, with the scale rule `mode`; "" leaves them as they are."""
+    """(R, D) -> MX (P, D): plain rows are quantised on the way, with the scaling mode `mode`; "" leaves them as they are."""
     if not mode or isinstance(rows, MXTensor):
         return gather(rows, row_map)
     qdata, scale = direct.gather_quantize(rows, row_map, mode)

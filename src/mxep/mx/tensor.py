@@ -70,7 +70,7 @@ def quantize_mx(data: torch.Tensor, scaling_mode: ScaleCalculationMode = ScaleCa
 
     Args:
         data: (..., D) bf16 or float32, D a multiple of 32.
-        scaling_mode: scale rule.
+        scaling_mode: scaling mode.
 
     Returns:
         MXTensor (..., D), which represents values of data's dtype.

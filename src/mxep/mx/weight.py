@@ -79,7 +79,7 @@ class MXWeight(MXTensor):
 
     @staticmethod
     def of(weight: torch.Tensor, transposed: bool = False, keep_dgrad_form: bool = False) -> MXWeight:
-        """Quantise a weight, with the scale rule RCEIL.
+        """Quantise a weight, with the scaling mode RCEIL.
 
         Args:
             weight: (..., N, K) bf16 or float32, or (..., K, N) with `transposed`; K a multiple of 32, two dimensions or more.

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mxep.device import checking, is_capturing
 
 Forms = tuple[torch.Tensor, ...]  # data and scales of a weight in one form or in both
-FormKey = tuple[str, str, str, torch.dtype | None]  # scale rule, names of the forms, GEMM path, dtype to which the values are rounded
+FormKey = tuple[str, str, str, torch.dtype | None]  # scaling mode, names of the forms, GEMM path, dtype to which the values are rounded
 
 
 _PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}

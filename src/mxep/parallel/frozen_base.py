@@ -50,7 +50,7 @@ def quantize_base(
 ) -> list[str]:
     """Freeze weights of linear layers and of experts in MXFP8, in place, one after the other; before sharding and compilation.
 
-    Each parameter becomes an `mxep.mx.MXWeight` under its name, by the scale rule RCEIL, and the bf16 one is released before the next is
+    Each parameter becomes an `mxep.mx.MXWeight` under its name, by the scaling mode RCEIL, and the bf16 one is released before the next is
     converted.  A module's attribute `is_transposed` says that it stores (E, K, N), as transformers' experts do; otherwise weights are
     (..., N, K).  `convert_experts`, `convert_linears` and `experts_implementation="mxep"` say how they are multiplied, before or after this
     call.

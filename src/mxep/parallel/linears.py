@@ -33,7 +33,7 @@ class MXLinear(nn.Linear):
 
     Args:
         linear: whose parameters it takes over, the same objects, and whose hooks.
-        recipe: GEMM, wgrad, scale rule and path are what it reads of it.
+        recipe: GEMM, wgrad, scaling mode and path are what it reads of it.
         fqn: what errors call it.
 
     Raises:

@@ -65,7 +65,7 @@ def command(argv: Sequence[str]) -> int:
 def run_rank(config: TrainConfig, argv: Sequence[str]) -> int:
     """Run one rank. A failure is reported in the starter's folder; under torchrun it is raised."""
     from mxep.train.distributed import init_distributed, watch_starter
-    from mxep.train.trainer import run
+    from mxep.train.run import run
 
     failures = os.environ.get(FAILURES_VARIABLE)
     watch_starter()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from mxep.moe import MoE
 from mxep.parallel import MXLinear, Recompute, build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
 from mxep.train.build import build_options, build_stages, merge_stages, state_precision
-from mxep.train.checkpoint import DamagedCheckpointError, Manifest, find_good, load_checkpoint, open_checkpoint
+from mxep.train.checkpoint import Manifest, load_checkpoint, open_checkpoint
 from mxep.train.checkpoint_writer import CheckpointWriter
 from mxep.train.config import TrainConfig, save_config
 from mxep.train.data.chat import ChatRows
@@ -48,7 +48,7 @@ from mxep.train.describe import (
     describe_schedule,
     describe_state,
 )
-from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks, starter_pid
+from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks
 from mxep.train.memory import check_fits
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
 from mxep.train.numerics import NumericsWatch
@@ -61,19 +61,10 @@ from mxep.train.optimizer import (
     optimizer_tensors,
 )
 from mxep.train.optimizer_in_backward import OptimizerInBackward
-from mxep.train.option_parser import read_options
 from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
 from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
 from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
-from mxep.train.run_folder import (
-    CHECKPOINTS,
-    check_no_run,
-    find_checkpoint,
-    locked_run_folder,
-    remove_unpublished,
-    set_aside_newer,
-    step_of,
-)
+from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, set_aside_newer
 from mxep.train.run_lock import RunLock
 from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, copy_to_host
@@ -337,9 +328,8 @@ class Trainer:
                 if not stopped or self.step_count == s.steps:  # a finished run is not resumed, so it is evaluated now
                     self._evaluate_into(log)
                 same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken() and self._is_saved()
-                if (
-                    c.checkpoint and (ends or saves) and not same_weights
-                ):  # same weights: saving again would delete an older, different checkpoint
+                # The same weights are not saved again: that would delete an older, different checkpoint.
+                if c.checkpoint and (ends or saves) and not same_weights:
                     self._begin_save()
                     saved, kept_weights = self.step_count, self._steps_taken()
             assert not c.checkpoint or saved == self.step_count or self.skipped.stop is not None
@@ -565,55 +555,3 @@ class Trainer:
         if "cuda" in own and self.ranks.device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], self.ranks.device)
         self.notes = [*manifest.notes, *(set_aside_newer(manifest.path.parent, manifest.step) if self.ranks.rank == 0 else ())]
-
-
-def run(config: TrainConfig, argv: Sequence[str], ranks: Ranks) -> bool:
-    """Train on this rank, with the run's folder locked; True if all steps are done, False if the run was stopped earlier.
-
-    Args:
-        config: the options; rank 0 reads them again once it holds the lock.
-        argv: the command line that they were read from.
-        ranks: rank and device of this process.
-
-    Raises:
-        ValueError: folder, options, data or checkpoint are wrong, on all ranks. For a damaged checkpoint it names the last good one.
-        RunLockLostError: another run has taken the folder over.
-    """
-    with ExitStack() as held:
-        lock: RunLock | None = None
-        found: list[Any] = [None]
-        if ranks.rank == 0:
-            try:
-                lock, *found = _hold_folder(config, argv, ranks, held)
-            except Exception as error:
-                found = [error]
-        everywhere = [found]
-        dist.broadcast_object_list(everywhere)
-        if isinstance(everywhere[0][0], Exception):
-            raise everywhere[0][0]
-        config, out, finished = everywhere[0]
-        if finished:
-            return True
-        try:
-            return Trainer(config, ranks, out, lock).train()
-        except DamagedCheckpointError as error:
-            good = find_good(out / CHECKPOINTS, config.resume_step)
-            command = f"resume from the last good one with: mxep train --resume --resume-step {good} --out {out}"
-            raise ValueError(f"{error}; {'there is no other good one in that folder' if good is None else command}") from error
-
-
-def _hold_folder(config: TrainConfig, argv: Sequence[str], ranks: Ranks, held: ExitStack) -> tuple[RunLock, TrainConfig, Path, bool]:
-    """(lock, options, folder, True if the run has all its steps). Runs on rank 0, which sends the result to all ranks.
-
-    The options are read again: another run may have written a checkpoint while rank 0 waited for the lock.
-    """
-    lock = held.enter_context(locked_run_folder(config, resolve(config, ranks.device.type, ranks.world).model, starter_pid()))
-    if config.out is not None:
-        config = read_options([*argv, "--out", str(lock.out)])
-    check_no_run(config, lock.out)
-    remove_unpublished(lock.out / CHECKPOINTS)
-    steps = resolve(config, ranks.device.type, ranks.world).steps
-    finished = config.resume == "auto" and step_of(find_checkpoint(lock.out / CHECKPOINTS)) >= steps
-    if finished:
-        print(f"train: {lock.out} has all {steps} steps, nothing is left to do", flush=True)
-    return lock, config, lock.out, finished

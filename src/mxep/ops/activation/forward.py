@@ -282,7 +282,7 @@ def activate(
     Args:
         x: (T, 2H) bf16 or float32, (T, H) for "relu2", H a multiple of 32, any strides (copied first unless the last one is 1).
         layout: "concatenated" (gate in columns 0..H-1, then up) or "interleaved" (gate in even columns, up in odd ones).
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
         exact: IEEE's division, the library's exp and erf.
         bias: of x's width, (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows after the last group get none.
         offs: (G,) int32 or int64 END rows of the groups on the device, needed with a bias.

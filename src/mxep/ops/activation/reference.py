@@ -105,7 +105,7 @@ def activate(
     Args:
         x: (T, 2H) bf16 or float32, (T, H) for "relu2", any strides; H a multiple of 32 where something is wanted in MX.
         layout: "concatenated" (gate in columns 0..H-1, then up) or "interleaved" (gate in even columns, up in odd ones).
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
         exact: with IEEE's division and the library's exp and erf. Here always so; a GPU takes the faster instructions unless it is set.
         bias: of x's width, (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows after the last group get none.
         offs: (G,) int32 or int64 END rows of the groups, needed with a bias.

@@ -5,7 +5,7 @@
 // quantise it once in registers and store it as often as it is wanted; no piece waits for another one.  32 lanes hold 16 blocks of a
 // record, whose scales are 16 bytes: the bytes from the last scale to the record's end are the scales of blocks that do not exist.
 
-// Constants that the launcher puts in front.  SCALING: the rounding mode.
+// Constants that the launcher puts in front.  SCALING: the scaling mode.
 // QUANTISED: records, else plain rows.  THREADS: of a block.
 // ITEM: bytes of a value that is added up or quantised, 2 (bf16) or 4 (float32).  WORD: bytes of a load or store, 16 for records.
 // LANES: a power of two, at least 8 for records; more than one piece, and more than one part of a record, need 32.

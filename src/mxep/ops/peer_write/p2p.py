@@ -102,7 +102,7 @@ def p2p_scatter_rows(
     Args:
         rows: (T, D), of any dtype where they travel as they are.  slots: (T, J) int32, -1 for none.
         ranks: (T, J) int32, or None: column j's are rank j's; to a rank that has no address nothing is sent here, the reference raises.
-        addresses: of at most 32 ranks.  pitch: bytes.  mode: "" or a scale rule's name; records want multiples of 16 for the last three.
+        addresses: of at most 32 ranks.  pitch: bytes.  mode: "" or a scaling mode's name; records want multiples of 16 for the last three.
     """
     size = check_p2p_scatter_rows(rows, slots, ranks, addresses, pitch, mode)
 

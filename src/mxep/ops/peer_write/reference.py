@@ -27,7 +27,7 @@ _VALUES = (torch.bfloat16, torch.float32)
 
 
 def sent_bytes(where: str, rows: torch.Tensor, mode: str) -> int:
-    """Bytes of a row as it is sent. Raises ValueError unless rows (N, D) can be sent in that mode, "" or a scale rule."""
+    """Bytes of a row as it is sent. Raises ValueError unless rows (N, D) can be sent in that mode, "" or a scaling mode."""
     if rows.dim() != 2:
         raise ValueError(f"{where}: rows are {tuple(rows.shape)}, want (N, D); flatten the leading dimensions")
     if not mode:
@@ -124,7 +124,7 @@ def p2p_scatter_rows(
         rows: (T, D), of any dtype where they travel as they are.  slots: (T, J) int32, -1 for none; no two rows to one slot.
         ranks: (T, J) int32, whose slot it is, from 0 to W - 1; None: column j's are rank j's, and J is W.
         addresses: of the W ranks' memory, as this process sees it; the caller vouches for them.
-        pitch: bytes from slot to slot.  mode: "": the bytes of the row; a scale rule's name: its packed record, as of `quantize_packed`,
+        pitch: bytes from slot to slot.  mode: "": the bytes of the row; a scaling mode's name: its packed record, as of `quantize_packed`,
             which wants a pitch and addresses in multiples of 16.
 
     Raises:

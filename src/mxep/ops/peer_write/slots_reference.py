@@ -88,7 +88,7 @@ def send_slots(
 
     Args:
         rows: (T, D) bf16 or float32, D a multiple of 32.  messages: with every rank.
-        slot_bytes: of a slot, a multiple of 16.  number: of the call, from 0 to 2^31 - 1.  mode: a scale rule's name.
+        slot_bytes: of a slot, a multiple of 16.  number: of the call, from 0 to 2^31 - 1.  mode: a scaling mode's name.
         stream: of the GPU, on which this runs; without effect here.
 
     Raises:

@@ -81,7 +81,7 @@ def quantize_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tenso
 
     Args:
         x: (..., R, C) bf16 or float32, R a multiple of 32, any strides (copied first unless the last is 1 and rows are 16-byte aligned).
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
 
     Returns:
         qdata (..., C, R) float8_e4m3fn and scale (..., C, R/32) float8_e8m0fnu, both contiguous.
@@ -104,7 +104,7 @@ def quantize_rowwise_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[tor
 
     Args:
         x: (..., R, C) bf16 or float32, R and C multiples of 32, any strides (copied first unless the last is 1 and rows are aligned).
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
 
     Returns:
         qdata (..., R, C) and qdata_t (..., C, R) float8_e4m3fn, scale (..., R, C/32) and scale_t (..., C, R/32) float8_e8m0fnu, in the

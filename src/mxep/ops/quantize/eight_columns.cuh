@@ -3,7 +3,7 @@
 //
 // Maxima are those of the values as floats with their signs dropped, NaN above all: half of what integers take.
 
-// Constants that the launcher puts in front.  SCALING: the rounding mode.  WIDE: every row starts at a multiple of 16 bytes.
+// Constants that the launcher puts in front.  SCALING: the scaling mode.  WIDE: every row starts at a multiple of 16 bytes.
 
 constexpr u32 ALL = ~0u;
 

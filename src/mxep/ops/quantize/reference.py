@@ -34,7 +34,7 @@ def _floor_exponent(amax: torch.Tensor) -> torch.Tensor:
     return ((amax.view(torch.int32) >> 23) - 8).clamp(min=0)
 
 
-# By rounding mode: the biased exponent of a block's largest magnitude, and the multiplier of blocks whose exponent is 0.
+# By scaling mode: the biased exponent of a block's largest magnitude, and the multiplier of blocks whose exponent is 0.
 _EXPONENT = {"floor": _floor_exponent, "rceil": _rceil_exponent}
 _LEAST_MULTIPLIER = {"floor": 2.0**126, "rceil": 1.0}
 
@@ -66,7 +66,7 @@ def empty_mx(like: torch.Tensor, *shape: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def check_scaling_mode(where: str, scaling_mode: str) -> None:
-    """Raise ValueError unless operators know the scale rule."""
+    """Raise ValueError unless operators know the scaling mode."""
     if scaling_mode not in SCALING_MODES:
         raise ValueError(f"{where}: scaling_mode={scaling_mode!r}, want {' or '.join(map(repr, SCALING_MODES))}")
 
@@ -76,7 +76,7 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
 
     Args:
         x: (..., D) bf16 or float32, D a multiple of 32, any strides.
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
 
     Returns:
         qdata (..., D) float8_e4m3fn and scale (..., D/32) float8_e8m0fnu, both contiguous.  A block with a NaN or an Inf is all

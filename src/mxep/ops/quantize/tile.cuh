@@ -7,7 +7,7 @@
 //             which makes the transpose of single bytes free
 //   exchange  through shared memory, so that an output row gets ROWS or COLUMNS contiguous bytes; the XOR keeps it free of bank conflicts
 
-// Constants that the launcher puts in front.  SCALING: the rounding mode.  ROWS_TOO: the kernel makes the form along the rows.
+// Constants that the launcher puts in front.  SCALING: the scaling mode.  ROWS_TOO: the kernel makes the form along the rows.
 // ROW_WARPS, COLUMN_WARPS: of a tile.  FLOAT: x is float32, else bf16.
 
 constexpr int LANE_COLUMNS = FLOAT ? 4 : 8;

@@ -226,7 +226,7 @@ def quantize(x: torch.Tensor, scaling_mode: str) -> tuple[torch.Tensor, torch.Te
 
     Args:
         x: (..., D) bf16 or float32, D a multiple of 32, any strides (copied first unless the last one is 1).
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
 
     Returns:
         qdata (..., D) float8_e4m3fn and scale (..., D/32) float8_e8m0fnu, both contiguous.
@@ -273,7 +273,7 @@ def gather_quantize(rows: torch.Tensor, row_map: torch.Tensor, scaling_mode: str
     Args:
         rows: (R, D) bf16 or float32, D a multiple of 32, any strides (copied first unless the last one is 1).
         row_map: (P,) int32 or int64 on the same device, values in [-1, R); one past that reads as padding here, the reference raises.
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
 
     Returns:
         qdata (P, D) float8_e4m3fn and scale (P, D/32) float8_e8m0fnu, both contiguous; padding rows are zero data with scale byte 0.

@@ -49,7 +49,7 @@ __device__ __forceinline__ void unpack4(u32 bytes, float* to) {
 constexpr int FLOOR = 0, RCEIL = 1;                      // option SCALING: as mxep.recipe.ScaleCalculationMode lists them
 struct BlockScale { u32 exponent, factor; };
 template <int MODE> __device__ __forceinline__ BlockScale block_scale(u32 largest) {
-  static_assert(MODE == FLOOR || MODE == RCEIL, "block_scale: no such rounding mode");
+  static_assert(MODE == FLOOR || MODE == RCEIL, "block_scale: no such scaling mode");
   const int exponent = int((largest + (MODE == RCEIL ? 0x1FFFFF : 0)) >> 23) - 8;
   const u32 factor = 0x7F000000 - exponent * 0x800000;   // 2^(127 - exponent)
   const bool bad = largest >= 0x7F800000, least = largest < (MODE == RCEIL ? 0x04600002 : 0x04800000);

@@ -93,7 +93,7 @@ class TransposingTile:
         return (1 + self.both) * self.rows * self.columns + scales
 
     def options(self, scaling: int) -> dict[str, bool | int]:
-        """The constants in front of columnwise.cu; scaling: the number of the rounding mode."""
+        """The constants in front of columnwise.cu; scaling: the number of the scaling mode."""
         kind: dict[str, bool | int] = {"ROWS_TOO": self.both, "FLOAT": self.item_bytes == 4, "SCALING": scaling}
         shape = {"ROW_WARPS": self.row_warps, "COLUMN_WARPS": self.column_warps, "MIN_BLOCKS": self.min_blocks}
         return {**kind, **shape, "ROW_STEPS": self.steps[0], "COLUMN_STEPS": self.steps[1], "BAND": self.band}

@@ -86,7 +86,7 @@ def quantize_rows(x: torch.Tensor, scaling_mode: str, granularity: str, mx: bool
 
     Args:
         x: (T, D) bf16 or float32, D a multiple of 32, any strides (copied first unless the last one is 1).
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
         granularity: of the rebased rows' scales, a key of `MAX_SPREAD`.
         mx: whether the rows are wanted in MX too.
 

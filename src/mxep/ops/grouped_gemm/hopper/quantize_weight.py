@@ -92,7 +92,7 @@ def quantize_weight(
         first: (G, R, C) bf16, float32, or float8_e4m3fn with a scale, R and C multiples of 32, any strides (copied first unless the last
             is 1 and rows are aligned).
         second: None, or a weight (G, S, C) of the same dtype that follows it along R.
-        scaling_mode: a scale rule's name.
+        scaling_mode: a scaling mode's name.
         rowwise: whether the form along C, which forward reads, is wanted.  columnwise: that of the transpose, which dgrad reads.
         round_to_bf16: float32 is rounded to bf16 before it is quantised.
         scale: None, or the scale (G, R, C/32) float8_e8m0fnu of `first`, which then is MX and stands for its values in bf16, as
@@ -102,7 +102,7 @@ def quantize_weight(
         rowwise: data (G, R + S, C) float8_e4m3fn and scale (G, R + S) float32.  columnwise: data (G, C, R + S) and scale (G, C).
 
     Raises:
-        ValueError: weights or scales of other shapes or dtypes, scales on another device, an unknown scale rule, or no form.
+        ValueError: weights or scales of other shapes or dtypes, scales on another device, an unknown scaling mode, or no form.
     """
     check_weight("quantize_weight", first, second, scaling_mode, rowwise, columnwise, scale, second_scale)
     (G, split, C), item_bytes = first.shape, 1 if scale is not None else 2 if first.dtype == torch.bfloat16 else 4

@@ -1,0 +1,537 @@
+"""Markdown tables of benchmark records: one function for each benchmark, which `TABLES` lists by name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from mxep.bench import dense_linears, finetune, peers, published, transformers, transformers_step
+from mxep.bench.layer import BASELINES, EXCHANGES
+from mxep.bench.plots import PIPELINE_BASELINES
+from mxep.bench.records import (
+    RESULTS,
+    Record,
+    device_title,
+    median_ms,
+    range_verdict,
+    record_place,
+    routing_of,
+)
+from mxep.bench.tables import device_us
+from mxep.bench.training import BASELINE, UTILIZATIONS, share_text, utilizations
+from mxep.train.metrics import read_metrics
+
+Records = Sequence[Record]
+Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
+_ROWS_COLUMNS = {
+    "": "from MX bytes",
+    "rebased_": "rebased",
+    "rebased_span_": "rebased, 128-column scales",
+    "far_": "far channels, from MX bytes",
+    "rebased_far_": "far channels, rebased",
+}
+_WGRAD_COLUMNS = {
+    "": "from MX bytes",
+    "float32_": "float32 result",
+    "operator_add_": "added to float32",
+    "rebased_": "rebased",
+    "hp_": "bf16 operands",
+}
+_A2A_COLUMNS = {
+    "total_vs_bf16": "faster",
+    "dispatch_vs_nccl_bf16": "dispatch against bf16",
+    "home_vs_peer_copy": "dispatch's backward against copies",
+}
+_A2A_PARTS = ("quantize", "exchange", "dequantize")
+_EXPERT_ARMS = {
+    "separate_": "three GEMMs",
+    "": "fused",
+    "fused_mx_": "fused, wgrad from MX",
+    "fused_uncached_": "fused, weights quantised in every call",
+}
+_LAYER_COLUMNS = {
+    "total": "faster",
+    "nccl_total": "over NCCL",
+    "blocks_total": "separate blocks",
+    "bf16_total": "bf16, tokens sent once",
+    "inference": "inference",
+}
+_NETWORK_COLUMNS = (
+    "exposed network: longer than one GPU alone, forward | backward | TFLOP/s a rank, forward / backward | net | "
+    "kept / with gate and up in MX"
+)
+_KEPT_ARMS = ("mxfp8", "mxfp8_first_product_in_mx")
+_PIPELINES = {"mxfp8_nccl": "Pipeline of the five blocks", "mxfp8": "Pipeline in one call"}  # arm -> what it is
+_TUTORIAL_COLUMNS = (
+    "tokens | dim | hidden_dim | num_experts | fwd_bf16_ms | fwd_mxfp8_ms | fwd_speedup | "
+    "bwd_bf16_ms | bwd_mxfp8_ms | bwd_speedup | total_speedup"
+)
+
+
+def markdown(header: str, rows: Iterable[Sequence[str]]) -> str:
+    """A table; `header` has bars between its columns."""
+    columns = header.split(" | ")
+    return "\n".join("| " + " | ".join(line) + " |" for line in [columns, ["---"] * len(columns), *rows])
+
+
+def _bars(*columns: str) -> str:
+    return " | ".join(columns)
+
+
+def limit_of(record: Record, name: str) -> float | None:
+    """The reference of a ratio; None if the one GPU that it comes from was unsteady, usually for lack of memory."""
+    if any(arm.startswith("one_gpu") for arm in record.get("unsteady", [])):
+        return None
+    return record["limit"].get(name)
+
+
+def _ratio_of_limit(record: Record, name: str) -> str:
+    """ "1.93x of 2.01x", or nothing if it was not measured."""
+    if name not in record["ratios"]:
+        return ""
+    limit = limit_of(record, name)
+    return f"{record['ratios'][name]:.2f}x" + ("" if limit is None else f" of {limit:.2f}x")
+
+
+def _gemm_title(record: Record) -> str:
+    shape = record["shape"]
+    title = f"{record_place(record)}, {shape['M']} x {shape['K']} x {shape['N']}, {shape['G']} groups"
+    return title if record["routing"] == "balanced" else f"{title}, {record['routing']}"
+
+
+def grouped_mm_tables(records: Records) -> str:
+    """Speed against `torch._grouped_mm` in bf16 with its limit: forward, dgrad, wgrad, few rows, host."""
+    many = [record for record in records if "calls" not in record]
+    few = [record for record in records if "calls" in record]
+    parts = []
+    for kind, columns in (("forward", _ROWS_COLUMNS), ("dgrad", _ROWS_COLUMNS), ("wgrad", _WGRAD_COLUMNS)):
+        rows = [
+            [_gemm_title(record), *(_ratio_of_limit(record, f"{kind}_{column}vs_torch_bf16") for column in columns)]
+            for record in many
+            if f"{kind}_vs_torch_bf16" in record["ratios"]
+        ]
+        parts.append(markdown(_bars(f"{kind} against torch in bf16, M x K x N of the forward weight", *columns.values()), rows))
+    if few:
+        kinds = ("forward", "dgrad", "wgrad")
+        rows = [[_gemm_title(record), *(f"{record['ratios'][f'{kind}_vs_torch_bf16']:.2f}x" for kind in kinds)] for record in few]
+        parts.append(markdown(_bars("few rows from MX bytes against torch in bf16, on the device", *kinds), rows))
+        rows = [[_gemm_title(record), f"`{name}`", f"{us:.0f} us"] for record in few for name, us in record.get("host_us", {}).items()]
+        parts.append(markdown("host time of a call, few rows | call | microseconds", rows))
+    return "\n\n".join(parts)
+
+
+def memory_table(records: Records) -> str:
+    """Every kernel's share of a device copy's bytes per second at each width, for the most rows, and its target; then few rows."""
+    most = max(record["shape"]["T"] for record in records)
+    letter = "D" if "D" in records[0]["shape"] else "H"
+    shares: Cells = {}
+    targets: dict[tuple[str, ...], set[str]] = {}
+    calls: Cells = {}
+    for record in records:
+        place, T, width = record_place(record), record["shape"]["T"], record["shape"][letter]
+        for name, value in record["ratios"].items() if most == T else ():
+            kernel = name.removesuffix("_fraction_of_copy")
+            if kernel != name:
+                row = (place, f"`{kernel}`")
+                shares.setdefault(row, {})[width] = f"{value:.0%}"
+                targets.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
+        for call, us in record.get("host_us", {}).items():
+            calls.setdefault((place, f"`{call}`", str(T)), {})[width] = f"{device_us(record, call):.1f} / {us:.0f}"
+    columns, rows = _by_width(shares, letter)
+    rows = [[*row, ", ".join(sorted(asked))] for row, asked in zip(rows, targets.values(), strict=True)]
+    parts = [markdown(_bars(f"device | share of a copy's speed, {most} rows", *columns, "asked"), rows)]
+    if calls:
+        order = list(dict.fromkeys(call for _, call, _ in calls))
+        in_order = sorted(calls, key=lambda row: (row[0], order.index(row[1]), int(row[2])))
+        columns, rows = _by_width({row: calls[row] for row in in_order}, letter)
+        parts.append(markdown(_bars("device | few rows: microseconds of a call, device / host | T", *columns), rows))
+    return "\n\n".join(parts)
+
+
+def _by_width(cells: Cells, letter: str) -> tuple[list[str], list[list[str]]]:
+    """Names of a column for every width, and the rows of a table with these columns last."""
+    widths = sorted({width for found in cells.values() for width in found})
+    rows = [[*row, *(found.get(width, "") for width in widths)] for row, found in cells.items()]
+    return [f"{letter} {width}" for width in widths], rows
+
+
+def experts_table(records: Records) -> str:
+    """The expert FFN, forward + backward, against three of torch's grouped GEMMs in bf16; what forward saves; what calls cost the host."""
+
+    def title(record: Record) -> str:
+        shape = record["shape"]
+        return f"{record_place(record)}, {shape['T']} rows, D {shape['D']}, H {shape['H']}, {shape['L']} experts"
+
+    rows = []
+    for record in records:
+        kept = " / ".join(f"{record['saved_bytes'][arm] / 2**20:.0f}" for arm in ("bf16", "fused"))
+        speeds = (_ratio_of_limit(record, f"{arm}total_vs_torch_bf16") for arm in _EXPERT_ARMS)
+        rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
+    header = _bars("experts, forward + backward, against torch in bf16", *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB")
+    parts = [markdown(header, rows)]
+    least = min(record["shape"]["T"] for record in records)
+    if few := [record for record in records if "host_us" in record and record["shape"]["T"] == least]:
+        arms = list(dict.fromkeys(arm for record in few for arm in record["host_us"]))
+        rows = []
+        for record in few:
+            us = record["host_us"]
+            rows.append([title(record), *(f"{device_us(record, arm):.0f} / {us[arm]:.0f}" if arm in us else "" for arm in arms)])
+        header = _bars("few rows, forward + backward: microseconds under the clock / of the host", *(f"`{arm}`" for arm in arms))
+        parts.append(markdown(header, rows))
+    return "\n\n".join(parts)
+
+
+def transformers_table(records: Records) -> str:
+    """Experts of transformers' models by the adapter, forward + backward, against transformers' own in bf16."""
+    return _transformers(records, transformers.BASELINE, "experts of transformers, forward + backward, against `grouped_mm` in bf16")
+
+
+def transformers_ep_table(records: Records) -> str:
+    """The same under expert parallelism."""
+    title = "under expert parallelism, forward + backward, against `all_to_all` around `grouped_mm` in bf16"
+    return _transformers(records, transformers.EP_BASELINE, title)
+
+
+def _transformers(records: Records, baseline: str, title: str) -> str:
+    ours = transformers.OURS
+    arms = (baseline, *ours)
+    with_memory = any("kept_mib" in record for record in records)
+    rows = []
+    for record in records:
+        shape = record["shape"]
+        sizes = ", ".join(f"{key} {shape[key]}" for key in "DHE")
+        tokens = f"{shape['T']} tokens{' a GPU' if record['world_size'] > 1 else ''}"
+        what = f"{record_place(record)}, {record['model']}, {tokens}, {sizes}, top {shape['C']}"
+        kept = " / ".join(f"{record['kept_mib'][arm]:,.0f}" for arm in arms if "kept_mib" in record)
+        rows.append([what, *(_ratio_of_limit(record, f"{arm}_total_vs_{baseline}") for arm in ours), *([kept] if with_memory else [])])
+    memory = f"kept for backward, MiB: {' / '.join(f'`{arm}`' for arm in arms)}"
+    return markdown(_bars(title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours), *([memory] if with_memory else [])), rows)
+
+
+def peers_tables(records: Records) -> str:
+    """A table for each shape and routing: every arm's time, errors against float64, bytes kept for backward and time on the host."""
+    return "\n\n".join(map(_peers_table, records))
+
+
+def _peers_table(record: Record) -> str:
+    ms, shape = median_ms(record), record["shape"]
+    rows = []
+    for arm, errors in record["errors"].items():
+        total = ms[f"{arm}_total"]
+        times = (f"{ms[f'{arm}_{stage}']:.2f}" for stage in ("forward", "backward", "total"))
+        off = (f"{error['all']:.2%} / {error['row']:.1%}" if "row" in error else f"{error['all']:.2%}" for error in errors.values())
+        kept, host_ms = f"{record['saved_bytes'][arm] / 2**20:.0f}", f"{record['host_us'][arm] / 1e3:.2f}"
+        rows.append([f"`{arm}`", *times, f"{ms[f'{peers.COMPILED}_total'] / total:.2f}x", *off, kept, host_ms])
+    sizes = ", ".join(f"{key} {shape[key]}" for key in "TDHE")
+    title = f"{record_place(record)}, {record['model']}, {sizes}, top {shape['C']}, {record['routing']}"
+    off_columns = (f"error of {name}, all / worst row" for name in peers.RESULTS)
+    columns = "forward, ms", "backward", "both", f"against `{peers.COMPILED}`", *off_columns, "kept, MiB", "host, ms"
+    return markdown(_bars(title, *columns), rows)
+
+
+def linears_table(records: Records) -> str:
+    """Dense linear layers: speed against torch.nn.Linear with its limit, error of dW against float64, time on the host."""
+    arms = dense_linears.OURS
+    rows = []
+    for record in records:
+        shape, ms = record["shape"], median_ms(record)
+        what = f"{record_place(record)}, {shape['T']} tokens, {shape['K']} -> {shape['N']}"
+        speeds = (_ratio_of_limit(record, f"{arm}_vs_linear") for arm in arms)
+        off = " / ".join(f"{record['errors'][arm]['dw']['all']:.2%}" for arm in arms)
+        host = " / ".join(f"{record['host_us'][arm]:.0f}" for arm in (dense_linears.LINEAR, *arms))
+        rows.append([what, f"{ms[f'{dense_linears.LINEAR}_total']:.2f} ms", *speeds, off, host])
+    names = " / ".join(f"`{arm}`" for arm in arms)
+    columns = "forward + backward: `linear`", *(f"`{arm}`" for arm in arms), f"error of dW, {names}", f"host, us: `linear` / {names}"
+    return markdown(_bars("a dense linear layer", *columns), rows)
+
+
+def transformers_step_table(records: Records) -> str:
+    """A training step of a model of transformers: each arm's time, tokens per second, speed, agreement with the first arm, and memory."""
+    rows = []
+    for record in records:
+        shape, ms = record["shape"], median_ms(record)
+        what = f"{record_place(record)}, {record['model']} of {shape['layers']} layers, {shape['T']} tokens"
+        for arm, agreement in record["agreement"].items():
+            speed = f"{ms[transformers_step.BASELINE] / ms[arm]:.2f}x"
+            peak = f"{record['peak_gib'][arm]:.1f}" if "peak_gib" in record else "-"
+            known = f"{agreement['loss']:.4f}", f"{agreement['worst_db']:.1f}"
+            rows.append([what, f"`{arm}`", f"{ms[arm]:.1f}", f"{1e3 * shape['T'] / ms[arm]:,.0f}", speed, *known, peak])
+    against = f"against `{transformers_step.BASELINE}`"
+    return markdown(_bars("a step", "arm", "ms", "tokens/s", against, "first loss", "worst gradient, dB", "peak, GiB"), rows)
+
+
+def finetune_table(records: Records) -> str:
+    """Fine-tuning of a whole model on one GPU: each arm's speed, memory and losses, and which arms were left out."""
+    rows = []
+    for record in records:
+        what = f"{record_place(record)}, {record['model']} of {record['shape']['layers']} layers, {record['shape']['seq_len']} tokens each"
+        for arm, found in record["results"].items():
+            measured = (record["ratios"].get(name) for name in finetune.RATIOS if name.startswith(f"{arm}_vs_"))
+            speeds = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in measured)
+            times = str(found["tokens"]), f"{found['step_s']:.3f}", f"{found['tokens_per_s']:,.0f}"
+            most = record["target"].get(f"{arm}_base_gib")
+            base = f"{found['base_weights_gib']:.1f}" + ("" if most is None else f" (asked: {most:.0f} at most)")
+            peak = f"{found['peak_gib']['allocated']:.1f} / {found['peak_gib']['reserved']:.1f}" if "peak_gib" in found else "-"
+            losses = f"{found['loss_first']:.3f}", f"{found['loss_last']:.3f}"
+            rows.append([what, f"`{arm}`", *times, " / ".join(speeds), base, f"{found['adapters_gib']:.1f}", peak, *losses])
+        rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 8] for arm, why in record["left_out"].items()]
+    memory = "base, GiB", "adapters, GiB", "peak, GiB: allocated / reserved"
+    faster = f"against {' / '.join(f'`{base}`' for base, _ in finetune.RATIOS.values())}"
+    return markdown(_bars("fine-tuning", "arm", "tokens a step", "s", "tokens/s", faster, *memory, "first loss", "last loss"), rows)
+
+
+def a2a_table(records: Records) -> str:
+    """Times of exchanges and of their parts, and speed against bf16, by size."""
+    rows = []
+    for record in records:
+        ms, shape = median_ms(record), record["shape"]
+        times = (f"{ms[arm]:.2f} ms" for arm in ("bf16_total", "mxfp8_total"))
+        speeds = (_ratio_of_limit(record, name) for name in _A2A_COLUMNS)
+        parts = (f"{ms[part]:.2f} ms" for part in _A2A_PARTS)
+        rows.append([f"{record_place(record)}, {shape['T']} x {shape['D']}", *times, *speeds, *parts])
+    columns = (*_A2A_COLUMNS.values(), *(f"{name} alone" for name in _A2A_PARTS))
+    return markdown(_bars("rows a rank, forward + backward | bf16 | MXFP8", *columns), rows)
+
+
+def layer_tables(records: Records) -> str:
+    """Whole layers: times and speed against bf16; the costs of exchanges, TFLOP/s and memory kept; exposed exchanges of traced records."""
+    speeds, network, exposed = [], [], []
+    for record in records:
+        ms, shape, ratios = median_ms(record), record["shape"], record["ratios"]
+        size = " / ".join(str(shape[key]) for key in ("T_global", "D", "H", "E", "C"))
+        title = f"{record_place(record)}, {size}, {record['routing']}"
+        base = min(BASELINES, key=lambda arm: ms[f"{arm}_total"])
+        times = [f"{ms[f'{base}_{stage}']:.2f} / {ms[f'mxfp8_{stage}']:.2f} ms" for stage in ("forward", "backward")]
+        faster = (_ratio_of_limit(record, f"{name}_vs_nccl_bf16") for name in _LAYER_COLUMNS)
+        speeds.append([title, *times, record["mxfp8_over"], *faster])
+        efficiencies = (f"scaling_efficiency_{stage}" for stage in ("forward", "backward"))
+        beyond = [(ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"], ms[f"mxfp8_{stage}"]) for stage in ("forward", "backward")]
+        products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # a rank's forward, in GFLOP; GFLOP per ms = TFLOP/s
+        network.append(
+            [
+                title,
+                *(f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies),
+                *(f"{part:.2f} ms, {part / whole:.0%}" for part, whole in beyond),
+                f"{products / ms['mxfp8_forward']:.0f} / {2 * products / ms['mxfp8_backward']:.0f}",
+                f"{record['world_size'] * 3 * products / ms['mxfp8_total']:.0f}",
+                " / ".join(f"{_kept_gib(record['saved_bytes'][arm]):.2f}" for arm in _KEPT_ARMS if arm in record["saved_bytes"]) + " GiB",
+            ]
+        )
+        exposed += [[title, arm, *(f"{of[name]:.2f} ms" for name in EXCHANGES)] for arm, of in record.get("exposed_ms", {}).items()]
+    title = "T of all ranks / D / H / E / C"
+    parts = [
+        markdown(_bars(title, "forward, bf16 / MXFP8 | backward | MXFP8 over", *_LAYER_COLUMNS.values()), speeds),
+        markdown(_bars(title, "efficiency forward | backward", _NETWORK_COLUMNS), network),
+    ]
+    if exposed:
+        parts.append(markdown(_bars(title, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)), exposed))
+    return "\n\n".join(parts)
+
+
+def _kept_gib(audit: dict[str, int]) -> float:
+    """GiB that a forward keeps, without its input, which is in memory anyway."""
+    return sum(size for part, size in audit.items() if part != "input") / 2**30
+
+
+def pipeline_tables(records: Records) -> str:
+    """torchao's tutorial table of every arm of ours against both baselines, for every device and world size."""
+    parts = []
+    for group in by_run(records).values():
+        timed = {arm: what for arm, what in _PIPELINES.items() if all(f"{arm}_total" in record["arms"] for record in group)}
+        for (ours, what), (baseline, against) in itertools.product(timed.items(), PIPELINE_BASELINES.items()):
+            shared = ours == "mxfp8" and group[0].get("mxfp8_over") == "symmetric"
+            place = f"{record_place(group[0])} over {'symmetric memory' if shared else 'NCCL'}"
+            parts.append(f"{what}, {place}, against {against} over NCCL (experts are those of a rank):\n")
+            rows = [_tutorial_row(record, baseline, ours) for record in group if record["routing"] == "balanced"]
+            parts.append(markdown(_TUTORIAL_COLUMNS, rows) + "\n")
+    return "\n".join(parts).rstrip("\n")
+
+
+def _tutorial_row(record: Record, baseline: str, ours: str) -> list[str]:
+    """Shape, times and speed-ups in the columns of torchao's tutorial; experts are those of a rank."""
+    ms = median_ms(record)
+    cells = [str(record["shape"][key]) for key in ("T", "D", "N", "L")]
+    for stage in ("forward", "backward"):
+        a, b = ms[f"{baseline}_{stage}"], ms[f"{ours}_{stage}"]
+        cells += [f"{a:.3f}", f"{b:.3f}", f"{a / b:.2f}x"]
+    return [*cells, f"{ms[f'{baseline}_total'] / ms[f'{ours}_total']:.2f}x"]
+
+
+def standard_error(ours: Sequence[float], baseline: Sequence[float]) -> float:
+    """Standard error of the ratio of two means, as a share, from the spread of the seeds of both; NaN for one seed.
+
+    >>> standard_error([0.875, 1.125], [1.0, 1.0])
+    0.125
+    """
+    if min(len(ours), len(baseline)) < 2:
+        return math.nan
+    shares = (statistics.stdev(losses) / statistics.fmean(losses) / math.sqrt(len(losses)) for losses in (ours, baseline))
+    return math.hypot(*shares)
+
+
+def convergence_table(records: Records) -> str:
+    """Held-out losses by recipe and seed, with the target and the resolution of so many seeds."""
+    rows = []
+    for record in records:
+        unit = record["data"]["unit"]
+        what = f"{record['model']['parameters'] / 1e6:.0f} million parameters, {record['steps']} steps of {record['shape']['T']} {unit}s"
+        *_, baseline = record["arms"]
+        for name, arm in record["arms"].items():
+            ratio = f"{name}_held_out_vs_{baseline}"
+            seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
+            cells = ["", "", ""]
+            if ratio in record["ratios"]:
+                error = standard_error(arm["held_out"], record["arms"][baseline]["held_out"])
+                asked = f"asked: {record['target'][ratio] - 1:.1%} at most"
+                cells = [f"{record['ratios'][ratio] - 1:+.3%} ({asked})", f"{error:.1%}", range_verdict(record, name)]
+            rows.append([f"{record_place(record)}, {what}", name, f"{arm['held_out_mean']:.4f}", seeds, *cells])
+    against = "mean against bf16 | its standard error | within bf16's seeds"
+    return markdown(f"held-out loss over the last tenth | recipe | mean | seeds | {against}", rows)
+
+
+def lora_convergence_table(records: Records) -> str:
+    """Held-out losses of LoRA on a base in MXFP8 and in bf16: by arm the mean, the seeds and their standard deviation."""
+    rows = []
+    for record in records:
+        *_, baseline = record["arms"]
+        what = f"{record_place(record)}, rank {record['rank']}, {record['steps']} steps of {record['batch'] * record['seq_len']} bytes"
+        verdict = "no verdict" if record["no_verdict"] else "yes" if record["within_spread"] else "no"
+        for name, arm in record["arms"].items():
+            spread = "" if arm["held_out_std"] is None else f"{arm['held_out_std']:.4f}"
+            compared = ["", ""] if name == baseline else [f"{record['difference']:+.4f}", verdict]
+            seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
+            rows.append([what, name, f"{arm['held_out_mean']:.4f}", seeds, spread, *compared])
+    columns = "arm | mean | seeds | standard deviation | mean against bf16 | within bf16's standard deviation"
+    return markdown(f"held-out loss over the last tenth | {columns}", rows)
+
+
+def train_table(records: Records) -> str:
+    """Whole training steps: speed, memory and share of the peak of every arm and of the baseline."""
+    rows = []
+    for record in records:
+        *ours, baseline = record["arms"]
+        ms = median_ms(record)
+        for arm in ours:
+            arms, ratio = (baseline, arm), f"{arm}_tokens_per_s_vs_{baseline}"
+            steps, limit = [record["steps"][name] for name in arms], record["limit"][ratio]
+            shares = [utilizations(record, name) for name in arms]
+            cells = [
+                [f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in arms],
+                [f"{ms[baseline]:.0f}", f"{ms[arm]:.0f} ms"],
+                [f"{step['tokens_per_s']:,.0f}" for step in steps],
+                [f"{record['ratios'][ratio]:.2f}x"],
+                [f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else ""],
+                [f"{step['memory_gib']:.1f}" for step in steps],
+                *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
+            ]
+            rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
+    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB"
+    return markdown(_bars("training | bf16 / other", columns, *UTILIZATIONS.values()), rows)
+
+
+def published_table(records: Records) -> str:
+    """The published models of these records beside figures of other projects."""
+    return markdown(_bars(*published.COLUMNS), published.rows(records))
+
+
+def trained(record: Record) -> str:
+    """What all arms trained, with options that are not the default."""
+    options = record["options"]
+    named = {
+        f"{options['activation_checkpoint']} recomputation": options["activation_checkpoint"] != "none",
+        "compiled": options["compile"],
+        "quantised weights kept": options["cache_weights"] and "cuda_graph" not in options,
+        "attention within documents": "mask_documents" in options,
+        "MXFP8 as a CUDA graph": "cuda_graph" in options,
+    }
+    what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
+    return ", ".join([*what, *(text for text, present in named.items() if present)])
+
+
+def torchtitan_table(records: Records) -> str:
+    """torchtitan's own trainer (benchmarks/torchtitan_0_2.py), in bf16 and with the adapter."""
+    rows = []
+    for record in records:
+        baseline, *ours = record["arms"]
+        ms = median_ms(record)
+        what = f"{record['model']}, attention by {record['attention']}, MoE in {record['layers']}, {record['shape']['T']} tokens a step"
+        for arm in ours:
+            gib = f"{record['memory_gib'][baseline]:.0f} / {record['memory_gib'][arm]:.0f} GiB"
+            speed = f"**{record['ratios'][f'{arm}_vs_{baseline}']:.2f}x**"
+            rows.append([f"{record_place(record)}, {what}", f"`{arm}`", f"{ms[baseline]:.0f} ms", f"{ms[arm]:.0f} ms", speed, gib])
+    return markdown("a step of torchtitan's trainer | recipe | its own, bf16 | with mxep | faster | memory", rows)
+
+
+def _moe_layers(step: Record) -> str:
+    """How one arm runs its MoE layers, and whether its steps are CUDA graphs."""
+    over = "" if step["transport"] is None else f" over {step['transport']} transport"
+    graph = ", a CUDA graph" if step.get("cuda_graph") else ""  # older records do not have it
+    return ("one function" if step["one_function"] else "blocks") + over + graph
+
+
+def worst_db(records: Records) -> list[float]:
+    return [min(record["sqnr_db"][name] for record in records) for name in ("out", "dx", "dw")]
+
+
+def accuracy_table(records: Records) -> str:
+    """The worst routing of every device and world size, against the same pipeline in bf16."""
+    rows = []
+    by_place = sorted(records, key=lambda record: (record["device"], record["world_size"]))
+    for (device, world), group in by_run(by_place).items():
+        shape = group[0]["shape"]
+        where = "CPU, gloo" if device == "cpu" else f"{device_title(device)}, NCCL"
+        where += f", {world} ranks, ({shape['T']}, {shape['D']}) x ({shape['L']}, {shape['N']})"
+        rows.append([where, *(f"{value:.1f} dB" for value in worst_db(group))])
+    return markdown("five blocks against bf16, worst of balanced, random, starved routing | out | dx | dW", rows)
+
+
+def by_run(records: Records) -> dict[tuple[str, int], list[Record]]:
+    """Records by device and world size."""
+    runs: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        runs.setdefault((record["device"], record["world_size"]), []).append(record)
+    return runs
+
+
+def tutorial_table(folder: Path = RESULTS) -> str:
+    """Steps of every run whose metrics (`metrics.jsonl` of `mxep train`) the folder has as tutorial-*.jsonl."""
+    parts = []
+    for path in sorted(folder.glob("tutorial-*.jsonl")):
+        run, *steps = read_metrics(path)
+        options = run["settings"]
+        device = path.stem.partition("-")[2].rpartition("-")[0]
+        parts.append(
+            f"{run['world']} x {device_title(device)}, {run['model']['name']}, EP {options['ep']}, {options['batch']} sequences of "
+            f"{options['seq_len']} tokens a GPU,\n{options['activation_checkpoint']} recomputation"
+            f"{', compiled' * options['compile']}, {options['recipe']}, {run['transport']} transport:"
+        )
+        form = "{step}|{loss:.4f}|{grad_norm:.2f}|{memory_gib:.2f} GiB ({memory_share:.1%})|{tps:,.0f}|{tflops:.1f}|{mfu:.1%}"
+        shown = [step for step in steps if step["kind"] == "step" and (step["step"] <= 2 or step["step"] % 5 == 0)]
+        parts.append(markdown("step | loss | grad_norm | memory | tps | tflops | mfu", [form.format(**step).split("|") for step in shown]))
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "pipeline": pipeline_tables,
+    "a2a": a2a_table,
+    "layer": layer_tables,
+    "grouped_mm": grouped_mm_tables,
+    "experts": experts_table,
+    "peers": peers_tables,
+    "linears": linears_table,
+    "torchtitan": torchtitan_table,
+    "transformers": transformers_table,
+    "transformers_step": transformers_step_table,
+    "finetune": finetune_table,
+    "transformers_ep": transformers_ep_table,
+    "quantize": memory_table,
+    "rows": memory_table,
+    "swiglu": memory_table,
+    "optimizer": memory_table,
+    "convergence": convergence_table,
+    "lora_convergence": lora_convergence_table,
+    "train": train_table,
+}
