@@ -141,6 +141,7 @@ def _measure(options: argparse.Namespace) -> int:
 
         def write(records: list[Record], complete: bool) -> Path:
             name = records[0]["benchmark"] + ("" if options.model in (None, DEFAULT_MODEL) else f"-{options.model}")
+            name += "" if options.memory_gib is None else f"-{options.memory_gib:g}gib"
             return write_records(name, device_name(device), setting.world, records, options.out, complete=complete)
 
         def keep(records: list[Record]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mxep.moe.router import RouterProduct, TopKRouting
+from mxep.moe.router import RouterProduct, RouteTokens
 
 _PROBED_TOKENS = 16
 _SAME = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # relative difference of weights that are the same but for rounding
@@ -115,5 +115,5 @@ def _route(router: Any, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor
         logits = F.linear(tokens, router.weight, getattr(router, "bias", None))
     rules = form.top_k, form.score_function, form.num_groups, form.top_groups, False, form.renormalize, form.route_scale, False, False
     dtype = logits.dtype if form.as_logits else torch.float32
-    weights, experts, *_ = TopKRouting.apply(logits, getattr(router, _BIAS, None), dtype, *rules)
+    weights, experts, *_ = RouteTokens.apply(logits, getattr(router, _BIAS, None), dtype, *rules)
     return logits, weights, experts

@@ -184,7 +184,7 @@ def router_gradients(
 
 
 @in_graph
-class TopKRouting(torch.autograd.Function):
+class RouteTokens(torch.autograd.Function):
     """The operator `route_tokens`, with the gradients of weights, shares and z; `dtype` is that of the weights."""
 
     @staticmethod
@@ -225,7 +225,7 @@ class TopKRouting(torch.autograd.Function):
 
 def route(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:
     """Logits (T, E) of any float dtype, bias (E,) or None -> `Routing`, differentiable once in the logits."""
-    return Routing(*TopKRouting.apply(logits.float(), expert_bias, torch.float32, *_rules(config)))
+    return Routing(*RouteTokens.apply(logits.float(), expert_bias, torch.float32, *_rules(config)))
 
 
 class Router(nn.Module):
