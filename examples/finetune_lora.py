@@ -28,7 +28,6 @@ def parse() -> argparse.Namespace:
     parser = option_parser(__doc__, "adapter", lr=2e-3)
     parser.add_argument("--recipe", default="mxfp8_wgrad_with_hp", help="precision of the base's products (default %(default)s)")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters (default %(default)s)")
-    parser.add_argument("--memory-gib", type=float, help="limit within which activations are kept (default: 90%% of the GPU's memory)")
     return parser.parse_args()
 
 
