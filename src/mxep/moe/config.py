@@ -100,10 +100,8 @@ class MoEConfig:
 
 
 def check_activation(where: str, activation: ActivationName, swiglu: SwiGLU) -> None:
-    """Raise ValueError for an unknown activation, a form that is none, or one that is not plain beside another activation."""
+    """Raise ValueError for an unknown activation, a form that is none, or a form other than the plain one with another activation."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{where}: activation={activation!r}, want one of {', '.join(ACTIVATIONS)}")
     if not isinstance(swiglu, SwiGLU) or (activation != "swiglu" and swiglu != SwiGLU()):
-        raise ValueError(
-            f"{where}: swiglu={swiglu!r} with activation={activation!r}, want a mxep.SwiGLU, and activation='swiglu' beside it"
-        )
+        raise ValueError(f"{where}: swiglu={swiglu!r} with activation={activation!r}, want a mxep.SwiGLU, and activation='swiglu' with it")

@@ -49,7 +49,7 @@ class Function(Protocol):
     """One of the functions; `up` is None, and has no gradient, where it is not gated.
 
     Attributes:
-        gated: whether it has a gate beside up, 2H columns for H.
+        gated: whether it has a gate and an up, 2H columns for H of h.
     """
 
     gated: bool

@@ -361,9 +361,7 @@ def stream_documents(sources: Sequence[Source], rows: RowReader = _TEXT_ROWS) ->
         found, skipped = False, []
         if not source.searched and (unread := [path for path in source.files if parse_suffixes(path)[0] in _OTHER_ROWS]):
             named = f"{unread[0]}" + (f" and {len(unread) - 1} more" if len(unread) > 1 else "")
-            warnings.warn(
-                f"data: {named}: read as plain text as it stands; rows are read from .jsonl, .parquet and .arrow, rename or convert it"
-            )
+            warnings.warn(f"data: {named}: read as plain text; rows are read from .jsonl, .parquet and .arrow, rename or convert it")
         for path in source.files:
             before = True  # no document of this file yet
             try:
