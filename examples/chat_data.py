@@ -30,6 +30,7 @@ def option_parser(description: str | None, saved: str, lr: float) -> argparse.Ar
     parser.add_argument("--batch", type=int, default=2, help="sequences a step (default %(default)s)")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens a sequence (default %(default)s)")
     parser.add_argument("--lr", type=float, default=lr, help="(default %(default)s)")
+    parser.add_argument("--memory-gib", type=float, help="limit within which activations are kept (default: 90%% of the GPU's memory)")
     return parser
 
 

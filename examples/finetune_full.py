@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat_data import make_tiny_folder, option_parser, read_sequences
 from mxep.integrations import transformers_5
+from mxep.integrations.transformers_recompute import RecomputeBudget
 from mxep.train.low_memory_adamw import LowMemoryAdamW
 from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.state_precision import StatePrecision
@@ -45,6 +46,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters trained on {device}")
 
     sequences = read_sequences(folder, options.data, options.seq_len)
+    budget = RecomputeBudget(model, options.memory_gib) if device.type == "cuda" else None  # on a CPU all layers are recomputed
     begin = time.perf_counter()
     for step in range(options.steps):
         chosen = torch.arange(step * options.batch, (step + 1) * options.batch) % len(sequences)
@@ -54,6 +56,8 @@ def main(options: argparse.Namespace, folder: Path) -> None:
         loss.backward()  # and the updates
         norm = in_backward.norm()
         optimizer.step()  # tells hooks of the new weights
+        if budget is not None:
+            budget.after_step()
         if step % 5 == 0 or step == options.steps - 1:
             per_s = (step + 1) * tokens.numel() / (time.perf_counter() - begin)
             memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.type == "cuda" else ""

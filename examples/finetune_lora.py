@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from chat_data import make_tiny_folder, option_parser, read_sequences
 from mxep.integrations import peft_0_21, transformers_5
 from mxep.integrations.transformers_quantizer import MXFP8Config, config_without_mxfp4
+from mxep.integrations.transformers_recompute import RecomputeBudget
 
 
 def parse() -> argparse.Namespace:
@@ -49,6 +50,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
 
     sequences = read_sequences(folder, options.data, options.seq_len)
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0, fused=device.type == "cuda")
+    budget = RecomputeBudget(model, options.memory_gib) if device.type == "cuda" else None  # on a CPU all layers are recomputed
     begin = time.perf_counter()
     for step in range(options.steps):
         chosen = torch.arange(step * options.batch, (step + 1) * options.batch) % len(sequences)
@@ -58,6 +60,8 @@ def main(options: argparse.Namespace, folder: Path) -> None:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if budget is not None:
+            budget.after_step()
         if step % 5 == 0 or step == options.steps - 1:
             per_s = (step + 1) * tokens.numel() / (time.perf_counter() - begin)
             memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.type == "cuda" else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -88,6 +89,31 @@ def test_a_ratio_that_was_not_measured_keeps_its_place(records: list[dict]) -> N
 def test_what_is_asked_of_a_base_is_shown(records: list[dict]) -> None:
     table = markdown_tables.finetune_table([{**records[0], "target": {"lora_mx_base_gib": 24.0}}])
     assert table.count("| 0.0 (asked: 24 at most) |") == 1
+
+
+def test_layers_that_are_kept_are_shown(records: list[dict]) -> None:
+    found = {**records[0]["results"]["lora_mx"], "peak_gib": {"allocated": 59.0, "reserved": 59.5}, "memory_gib": 60.0, "kept_layers": 17}
+    table = markdown_tables.finetune_table([{**records[0], "results": {"lora_mx": found}}])
+    assert "| 59.0 / 59.5 (17 layers kept within 60) |" in table
+
+
+def test_layers_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's memory of a GPU, by the number of layers that are kept; the record has a name of its own."""
+
+    def peak(device: torch.device) -> int:
+        return 2**30 * sum(not layer.gradient_checkpointing for layer in made[-1])
+
+    made: list[Any] = []
+    budget = importlib.import_module("mxep.integrations.transformers_recompute").RecomputeBudget
+
+    def on_a_gpu(model: Any, gib: float) -> Any:
+        made.append([module for module in model.modules() if hasattr(module, "gradient_checkpointing") and hasattr(module, "self_attn")])
+        return budget(model, gib, lambda: peak(CPU))
+
+    monkeypatch.setattr("mxep.integrations.transformers_recompute.RecomputeBudget", on_a_gpu)
+    sizes = TINY._replace(layers=4, memory_gib=2.5, warm_up=finetune_arms.BUDGET_STEPS)
+    found = measure_arm("lora_mx", sizes, CPU, lambda text: None)
+    assert (found["memory_gib"], found["kept_layers"]) == (2.5, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,4 @@
-"""`transformers_5.accelerate` on a GPU: a step without a host sync, its loss and gradients, and liger-kernel's norms."""
+"""`transformers_5.accelerate` on a GPU: a step without a host sync, its loss and gradients, liger-kernel's norms, and routers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.integrations.test_transformers_5 import build
 from mxep.integrations import transformers_5
 from mxep.integrations.transformers_liger import _forward_with_liger, convert_norm, convert_rotary, rms_norm_form, rotary_form
 from mxep.integrations.transformers_loss import _Targets
+from mxep.integrations.transformers_router import convert_router, router_form
 
 pytestmark = pytest.mark.gpu
 MX = "mxfp8_wgrad_with_mx"
@@ -45,7 +46,7 @@ def test_loss_and_gradients(family: str) -> None:
 def test_the_loss_needs_no_host_sync(no_sync: Callable[[], AbstractContextManager[None]]) -> None:
     """The projection alone: attention and masks of transformers are not ours."""
     model = build("Qwen3Moe").to(torch.bfloat16).cuda().train()
-    transformers_5.accelerate(model, MX, experts=False, norms=False, rotary=False, linears=None, head_recipe=MX)
+    transformers_5.accelerate(model, MX, experts=False, norms=False, rotary=False, routers=False, linears=None, head_recipe=MX)
     hidden = torch.randn(4, 128, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     labels, count = torch.randint(256, (512,), device="cuda"), torch.tensor(500, device="cuda")
     model.forward.args[1].targets = _Targets(labels, count)
@@ -54,14 +55,15 @@ def test_the_loss_needs_no_host_sync(no_sync: Callable[[], AbstractContextManage
         model.lm_head(hidden).backward()
 
 
+@pytest.mark.parametrize("width", [64, 2048])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "Qwen3Next"])
-def test_norms_of_liger_kernel(family: str) -> None:
+def test_norms_by_fused_kernels(family: str, width: int) -> None:
     pytest.importorskip("liger_kernel", reason="an optional extra")
-    norm = build(family).model.norm.to(torch.bfloat16).cuda()
+    norm = type(build(family).model.norm)(width).to(torch.bfloat16).cuda()
     torch.nn.init.normal_(norm.weight)
     form = rms_norm_form(norm)
     assert form is not None
-    x = torch.randn(300, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    x = torch.randn(300, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     grad = torch.randn_like(x)
     results = []
     for converts in (False, True):
@@ -96,3 +98,29 @@ def test_rotary_embedding_of_liger_kernel(family: str, monkeypatch: pytest.Monke
     assert len(launches) == len(attention) == 2
     for one, other in zip(*results, strict=True):
         assert sqnr_db(one, other) > 25
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3"])
+def test_routers(family: str, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    """Logits, weights of the experts, and gradients, as by the class's own forward, and without a host sync."""
+    router = next(module for module in build(family).modules() if type(module).__name__.endswith("Router")).cuda()
+    torch.manual_seed(3)
+    for tensor in (*router.parameters(), *router.buffers()):
+        tensor.data.normal_()
+    x, grad = torch.randn(200, router.weight.shape[1], device="cuda"), torch.randn(200, router.weight.shape[0], device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        tokens = x.clone().requires_grad_()
+        logits, weights, experts = router(tokens)
+        dense = torch.zeros_like(logits).scatter(1, experts, weights)
+        return [logits, dense, *torch.autograd.grad(dense, (tokens, router.weight), grad)]
+
+    want = run()
+    form = router_form(router)
+    assert form is not None
+    convert_router(router, form)
+    run()  # kernels are compiled
+    with no_sync():
+        got = run()
+    for one, other in zip(want, got, strict=True):
+        assert sqnr_db(one, other) > 60

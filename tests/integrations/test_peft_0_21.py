@@ -259,7 +259,12 @@ def test_a_base_in_mx_is_accelerated_before_it_gets_adapters() -> None:
         base = base_of("Qwen3Moe")
         if accelerates:
             done = transformers_5.accelerate(base, linears=["q_proj", "k_proj"], norms=False)
-            assert {what.partition(",")[0] for what in done.converted.values()} == {"experts", "linear", "loss in chunks of tokens"}
+            assert {what.partition(",")[0] for what in done.converted.values()} == {
+                "experts",
+                "linear",
+                "loss in chunks of tokens",
+                "router",
+            }
         base.gradient_checkpointing_enable({"use_reentrant": False})
         model = peft.get_peft_model(base, config_of()).train()
         for name, parameter in model.named_parameters():
@@ -523,6 +528,22 @@ def test_a_dense_layer_with_hooks_and_with_dropout_beside_two_adapters() -> None
         assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
         assert len(seen) == 2 * hooked
         assert not hooked or torch.equal(*seen)
+
+
+@pytest.mark.parametrize("letter", ["A", "B"])
+def test_factors_with_a_hook_or_a_forward_of_their_own(letter: str) -> None:
+    """Both double what the factor returns, which peft's own way does."""
+    for by_hook in (True, False):
+        found = []
+        for ours in (True, False):
+            model = dense("torch", torch.float32, ours)
+            factor = getattr(model.base_model.model.proj, f"lora_{letter}")["default"]
+            if by_hook:
+                factor.register_forward_hook(lambda module, args, y: 2 * y)
+            else:
+                factor.forward = lambda x, factor=factor: 2 * type(factor).forward(factor, x)
+            found.append(results(model, dtype=torch.float32))
+        assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"lora_bias": True}], ids=str)

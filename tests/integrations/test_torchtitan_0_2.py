@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.integrations.titan import PYPROJECT, commands, python_with, run_program
+from tests.integrations.titan import PYPROJECT, commands, once, python_with, run_program
 from tests.pages import PAGES, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,7 +62,11 @@ EXPERTS = [f"layers.{layer}.moe.experts" for layer in range(1, 6)]
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, dict]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    return once(tmp_path_factory, "torchtitan_0_2", run_all)
+
+
+def run_all() -> dict[str, dict]:
     """What every run gave; all of them in one program, which imports torchtitan once."""
     command = python_with(*REQUIREMENTS)
     with tempfile.TemporaryDirectory() as folder:

@@ -26,12 +26,14 @@ from mxep.integrations.transformers_liger import (  # noqa: E402
     _liger_rotary,
     convert_norm,
     convert_rotary,
+    norm_kernel,
     rms_norm_form,
     rotary_form,
     why_modules_stay,
 )
+from mxep.integrations.transformers_router import RouterForm, convert_router, router_form  # noqa: E402
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
-from mxep.parallel import MXLinear, quantize_base  # noqa: E402
+from mxep.parallel import MXLinear, quantize_base, recompute_blocks  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
 
 FAMILIES = {"Qwen3Moe": "self_attn", "Mixtral": "self_attn", "GptOss": "self_attn", "DeepseekV3": "o_proj"}  # linear layers to convert
@@ -296,7 +298,7 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match="'mxfp9' is unknown"):
         transformers_5.accelerate(model, "mxfp9")
     with pytest.raises(ValueError, match="nothing of Qwen3MoeForCausalLM can be converted"):
-        transformers_5.accelerate(model, MX, experts=False, head=False)
+        transformers_5.accelerate(model, MX, experts=False, head=False, routers=False)
     before = model.get_experts_implementation()
     with pytest.raises(ValueError, match=r"'attn' matched no torch\.nn\.Linear"):
         transformers_5.accelerate(model, MX, linears="attn")
@@ -322,6 +324,13 @@ def test_forms_of_rms_norms() -> None:
     assert rms_norm_form(nn.LayerNorm(64)) is None
 
 
+def test_whose_kernel_computes_a_norm() -> None:
+    kind = type(model_of().model.norm)
+    llama, scaled, gemma = RMSNormForm("llama", 0.0), RMSNormForm("gemma", 0.0), RMSNormForm("gemma", 1.0)
+    assert [norm_kernel(kind(2048), form) for form in (llama, scaled, gemma)] == ["torch", "torch", "liger-kernel"]
+    assert norm_kernel(kind(128), llama) == "liger-kernel"
+
+
 def test_a_converted_norm_on_a_cpu_is_the_models_own() -> None:
     model = model_of()
     norm, x = model.model.norm, torch.randn(3, 64).bfloat16()
@@ -342,11 +351,19 @@ def test_forms_of_rotary_embeddings() -> None:
     assert forms == {
         "Qwen3Moe": RotaryForm(1),
         "Mixtral": RotaryForm(1),
-        "DeepseekV3": RotaryForm(1),
+        "DeepseekV3": None,  # pairs of neighbours, by another function of its file
         "GptOss": RotaryForm(2),
         "Qwen3Next": RotaryForm(1),
     }
+    halves = model_of("DeepseekV3", rope_interleave=False)
+    assert rotary_form(halves.model.layers[0].self_attn) == RotaryForm(1)
     assert rotary_form(nn.Linear(4, 4)) is None
+
+    class OfItsOwn(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.apply_rotary_pos_emb(x)  # type: ignore[no-any-return, operator]
+
+    assert rotary_form(OfItsOwn()) is None
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
@@ -376,14 +393,121 @@ def test_a_converted_attention_calls_another_function(family: str, monkeypatch: 
     _forward_with_liger.cache_clear()
 
 
-@pytest.mark.parametrize(("family", "rotates"), [("Qwen3Moe", True), ("DeepseekV3", True), ("GptOss", True), ("Qwen3Next", False)])
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_a_converted_attention_whose_projections_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes over what selective checkpointing would give the second forward as the projections' results."""
+    calls = []
+
+    def writes(own: Any, form: RotaryForm, *args: Any) -> tuple[Tensor, Tensor]:
+        calls.append(form)
+        q, k, *angles = args
+        rotated: tuple[Tensor, Tensor] = own(q.clone(), k.clone(), *angles)
+        for before, after in zip((q, k), rotated, strict=True):
+            before.data.copy_(after)  # past autograd's count of versions, as a kernel does
+        return rotated
+
+    monkeypatch.setattr("mxep.integrations.transformers_liger._liger_rotary", writes)
+    _forward_with_liger.cache_clear()
+    model = model_of(family)
+    want = gradients(model, **labelled())
+    attention = [module for module in model.modules() if rotary_form(module) is not None]
+    for module in attention:
+        convert_rotary(module)
+    for mode, times in (("none", 1), ("full", 2), ("selective", 0)):
+        calls.clear()
+        recomputed = copy.deepcopy(model)
+        recompute_blocks(recomputed.model.layers, mode)  # type: ignore[arg-type]
+        got = gradients(recomputed, **labelled(), use_cache=False)
+        assert len(calls) == times * len(attention), mode
+        assert torch.equal(got[0], want[0]), mode
+        assert all(torch.equal(got[1][name], grad) for name, grad in want[1].items()), mode
+    _forward_with_liger.cache_clear()
+
+
+def test_other_calls_of_a_rotation_are_its_own() -> None:
+    """No GPU is asked for: each has arguments that the kernel does not take."""
+    q, k, angle = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 3, 16)
+    for args, kwargs in (
+        ((q,), {"cos": angle, "sin": angle}),
+        ((q, k, angle, angle), {"unsqueeze_dim": 2}),
+        ((q, k, angle, angle, 2), {}),
+        ((q, k, angle[0], angle[0]), {}),  # of a function that takes nothing else
+        ((q, None, angle, angle), {"position_ids": None}),
+    ):
+        seen: list[Any] = []
+        _liger_rotary(lambda *args, **kwargs: seen.extend((args, kwargs)), RotaryForm(1), *args, **kwargs)  # type: ignore[arg-type, return-value]  # noqa: B023
+        assert seen == [args, kwargs]
+
+
+@pytest.mark.parametrize(("family", "rotates"), [("Qwen3Moe", True), ("DeepseekV3", False), ("GptOss", True), ("Qwen3Next", False)])
 def test_rotary_embeddings_that_are_converted(family: str, rotates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with liger-kernel; Qwen3Next rotates a quarter of each head."""
+    """As on a GPU with liger-kernel; DeepseekV3 rotates pairs of neighbours, Qwen3Next a quarter of each head."""
     monkeypatch.setattr(transformers_5, "why_modules_stay", lambda model: None)
     model = model_of(family)
-    done = transformers_5.accelerate(model, experts=False, linears=None, norms=False)
+    done = transformers_5.accelerate(model, experts=False, linears=None, norms=False, routers=False)
     converted = [name for name, what in done.converted.items() if what.startswith("rotary")]
     assert len(converted) == (2 if rotates else 0), str(done)
     assert ("rotary" in done.left) == (not rotates)
     done.undo()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+SOFTMAX = RouterForm(2, "softmax", 1, 1, renormalize=False, route_scale=1.0, in_float32=False, as_logits=True)
+ROUTERS = {
+    "Qwen3Moe": SOFTMAX,
+    "Mixtral": SOFTMAX._replace(renormalize=True, as_logits=False),
+    "GptOss": SOFTMAX._replace(renormalize=True),
+    "DeepseekV3": RouterForm(2, "sigmoid", 2, 1, renormalize=True, route_scale=2.5, in_float32=True, as_logits=True),
+}
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+
+
+def test_forms_of_routers() -> None:
+    assert {family: router_form(routers_of(model_of(family))[0]) for family in ROUTERS} == ROUTERS
+    assert router_form(routers_of(model_of("GraniteMoe"))[0]) is None  # other outputs
+    assert router_form(nn.Linear(4, 4)) is None
+    done = transformers_5.accelerate(model_of("GraniteMoe"), MX, linears=None)
+    assert "GraniteMoeTopKRouter, which routes in another way" in str(done)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ROUTERS)
+def test_a_converted_router(family: str, dtype: torch.dtype) -> None:
+    """Logits, weights of the experts, and gradients of both, as by the class's own forward."""
+    (router, *_), generator = routers_of(build(family).to(dtype)), torch.Generator().manual_seed(3)
+    for tensor in (*router.parameters(), *router.buffers()):
+        tensor.data.normal_(generator=generator)
+    x = torch.randn(3, 40, router.weight.shape[1], generator=generator).to(dtype)
+    form, found = router_form(router), []
+    for converts in (False, True):
+        undo = convert_router(router, form) if converts else None
+        tokens = x.clone().requires_grad_()
+        logits, weights, experts = router(tokens.flatten(0, 1))
+        dense = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, experts, weights)
+        grad = torch.randn(dense.shape, generator=torch.Generator().manual_seed(4))
+        ((dense.float() * grad).sum() + logits.float().square().mean()).backward()
+        found.append([logits, dense, tokens.grad, router.weight.grad])
+        router.zero_grad()
+    undo()
+    assert "forward" not in vars(router)
+    least = 90 if dtype == torch.float32 else 40
+    for want, got in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        assert sqnr_db(want, got) > least
+    assert router(x[:, :0].flatten(0, 1))[1].shape == (0, 2)
+    convert_router(router, form)
+    assert router(x[:, :0].flatten(0, 1))[1].shape == (0, 2)
+
+
+def test_the_balance_loss_of_a_model_with_converted_routers() -> None:
+    """transformers' own: it reads the logits that routers return."""
+    model, inputs = model_of(output_router_logits=True, router_aux_loss_coef=0.1), labelled()
+    want, of_model = gradients(model, **inputs)
+    done = transformers_5.accelerate(model, "hp", linears=None, head=False)
+    got, ours = gradients(model, **inputs)
+    assert got.item() == pytest.approx(want.item(), rel=2e-3)
+    assert min(sqnr_db(of_model[name], ours[name]) for name in ours if "mlp.gate" in name) > 10  # some tokens change their experts
+    assert sum(what.startswith("router") for what in done.converted.values()) == 2

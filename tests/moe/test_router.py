@@ -220,6 +220,10 @@ def test_what_stands_in_the_gates_place_and_around_it_runs() -> None:
     router.gate.register_forward_hook(lambda module, inputs, logits: seen.append(logits.shape))
     assert torch.equal(router(tokens).scores, plain)
     assert seen == [(5, 8)]
+    router = Router(config())
+    router.gate.forward = lambda x: seen.append(x.shape) or torch.zeros(5, 8)  # type: ignore[method-assign, func-returns-value]
+    assert router(tokens).scores.unique().numel() == 1
+    assert seen[1:] == [(5, 32)]
     router.gate = LowRank(router.gate)
     scores = router(tokens).scores
     assert not torch.equal(scores, plain)

@@ -10,8 +10,7 @@ from tests import route_cases
 from tests.truth import raises_naming
 
 from mxep.moe.config import MoEConfig
-from mxep.moe.router import weigh
-from mxep.ops.routing.router_reference import score_experts
+from mxep.ops.routing.router_reference import mean_shares, score_experts, weigh_topk, z_loss
 
 T, E, C = 33, 12, 3
 
@@ -31,8 +30,13 @@ def of_autograd(
 ) -> torch.Tensor:
     """In float64."""
     leaf = logits.double().requires_grad_()
-    weights, shares, z = weigh(leaf, score_experts(leaf, config.score_function), experts, config)
-    total = (weights * d_weights).sum() + (shares * d_shares).sum() + z * d_z
+    scores = score_experts(leaf, config.score_function)
+    weights = weigh_topk(scores, experts, config.renormalize, config.route_scale)
+    total = (weights * d_weights).sum()
+    if config.balance_loss:
+        total = total + (mean_shares(scores) * d_shares).sum()
+    if config.z_loss:
+        total = total + z_loss(leaf) * d_z
     return torch.autograd.grad(total, leaf)[0]
 
 

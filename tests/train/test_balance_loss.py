@@ -59,7 +59,7 @@ def test_layers_of_the_presets_keep_the_weight_that_they_had() -> None:
     weights = {name: shape.layer_balance_loss for name, shape in MODELS.items() if shape.balance_loss}
     weights["qwen3_30b_a3b_of_24_layers"] = resolve_model("qwen3_30b_a3b_of_24_layers").layer_balance_loss
     assert weights.pop("dsv3_16b") == pytest.approx(1e-3, rel=1e-12)  # which once had none: aux_loss_alpha
-    want = {"qwen3_debug_cpu": 0.05, "qwen3_debug": 1e-3, "qwen3_30b_a3b": 1e-3, "qwen3_30b_a3b_of_24_layers": 1e-3}
+    want = {"qwen3_debug_cpu": 0.05} | dict.fromkeys(("qwen3_debug", "qwen3_small", "qwen3_30b_a3b", "qwen3_30b_a3b_of_24_layers"), 1e-3)
     assert weights == pytest.approx(want, rel=1e-12)
 
 

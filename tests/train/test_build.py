@@ -245,7 +245,9 @@ def test_examples(one_rank: None) -> None:
 COMPILED = {"compile": True, "compile_backend": "aot_eager", "activation_checkpoint": "full"}
 
 
-@pytest.mark.parametrize("more", [{"accumulate": 2}, {"optimizer_in_backward": True, "max_grad_norm": 0.0, **COMPILED}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"accumulate": 2, "fused_layer": False}, {"optimizer_in_backward": True, "max_grad_norm": 0.0, **COMPILED}], ids=str
+)
 def test_one_rank_without_fsdp_steps_as_with_it(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]
 ) -> None:

@@ -23,6 +23,7 @@ from mxep.train.config import split_names
 
 PROGRAM = "mxep bench"
 _FAILED = 1
+_SIZES = ("model", "layers", "sequences", "memory_gib")  # options of `finetune`
 
 
 def command(argv: Sequence[str]) -> int:
@@ -78,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=None, help="finetune: of its model (default all)")
     sequences = "finetune: of a step, for every arm (default 4, 2 of `full`, 1 of gpt-oss-20b)"
     parser.add_argument("--sequences", type=int, default=None, help=sequences)
+    memory = "finetune: keep activations of as many layers as fit into that, recompute the others (default: recompute all)"
+    parser.add_argument("--memory-gib", type=float, default=None, help=memory)
     parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"train: its arms (default {DEFAULT_RECIPE})")
     parser.add_argument("--nproc", type=int, default=None, help="ranks to start unless torchrun did (default: every GPU)")
     return parser
@@ -101,9 +104,9 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.name}: --peers are other packages' experts; want `mxep bench peers`")
     if unknown := [name for name in options.peers or () if name not in PEERS]:
         raise ValueError(f"{options.name}: --peers {','.join(unknown)}, want {', '.join(PEERS)}")
-    counts = {"--layers": options.layers, "--sequences": options.sequences}
+    counts = {"--layers": options.layers, "--sequences": options.sequences, "--memory-gib": options.memory_gib}
     if options.name != "finetune" and any(given is not None for given in (options.arms, options.model, *counts.values())):
-        raise ValueError(f"{options.name}: --arms, --model, --layers and --sequences are of a fine-tuning; want `mxep bench finetune`")
+        raise ValueError(f"{options.name}: --arms, --model and {', '.join(counts)} are of a fine-tuning; want `mxep bench finetune`")
     if options.model not in (None, *MODELS):
         raise ValueError(f"{options.name}: --model {options.model}, want {' or '.join(MODELS)}")
     if unknown := [name for name in options.arms or () if name not in ARMS]:
@@ -118,7 +121,7 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
     flags += [f"--{name} " + ",".join(given) for name in ("peers", "arms") if (given := getattr(options, name))]
-    flags += [f"--{name} {given}" for name in ("model", "layers", "sequences") if (given := getattr(options, name)) is not None]
+    flags += [f"--{name.replace('_', '-')} {given}" for name in _SIZES if (given := getattr(options, name)) is not None]
     start = f"torchrun --nproc-per-node={world} -m mxep" if world > 1 else "mxep"
     return " ".join([start, "bench", options.name, *flags])
 
@@ -127,7 +130,7 @@ def _measure(options: argparse.Namespace) -> int:
     """Runs as one rank, or as the only process."""
     with rank_group(BENCHMARKS[options.name].distributed, options.device) as (device, group):
         peers, arms = tuple(options.peers or ()), tuple(options.arms or ())
-        sizes = {name: getattr(options, name) for name in ("model", "layers", "sequences")}
+        sizes = {name: getattr(options, name) for name in _SIZES}
         setting = Setting(device, options.quick, group, size=options.thiek, peers=peers, arms=arms, **sizes)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
@@ -138,6 +141,7 @@ def _measure(options: argparse.Namespace) -> int:
 
         def write(records: list[Record], complete: bool) -> Path:
             name = records[0]["benchmark"] + ("" if options.model in (None, DEFAULT_MODEL) else f"-{options.model}")
+            name += "" if options.memory_gib is None else f"-{options.memory_gib:g}gib"
             return write_records(name, device_name(device), setting.world, records, options.out, complete=complete)
 
         def keep(records: list[Record]) -> None:

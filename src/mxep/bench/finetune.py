@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 from mxep.bench import transformers
-from mxep.bench.finetune_arms import ARMS, BASELINE, CHECK, DEFAULT_MODEL, MODELS, RANK, TINY, FinetuneSizes, measure_arm
+from mxep.bench.finetune_arms import ARMS, BASELINE, BUDGET_STEPS, CHECK, DEFAULT_MODEL, MODELS, RANK, TINY, FinetuneSizes, measure_arm
 from mxep.bench.peer_arms import short_reason
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Timing
@@ -58,6 +58,8 @@ class FinetuneProblem:
         layers = TINY.layers if setting.tiny else _QUICK_LAYERS if setting.quick else MODELS[model].layers
         sizes = TINY if setting.tiny else FinetuneSizes()
         self.sizes = sizes._replace(model=model, layers=setting.layers or layers, sequences=setting.sequences)
+        if setting.memory_gib is not None:
+            self.sizes = self.sizes._replace(memory_gib=setting.memory_gib, warm_up=BUDGET_STEPS)
         self.whole = not setting.tiny and self.sizes.layers == MODELS[model].layers
         self.arms = setting.arms or tuple(ARMS)
         self.results: dict[str, dict[str, Any]] = {}

@@ -31,6 +31,7 @@ RANK = 16
 BASELINE = "lora_bf16_peft"
 ADAPTERS_STD = 0.01
 LAYERS_OF_CHECK = 2
+BUDGET_STEPS = 8  # until a `RecomputeBudget` has settled
 MOST_LOSS, MOST_NORM, LEAST_DB = 5e-3, 0.1, 5.0
 CHECK = (
     f"the first loss and the norm of all gradients are finite; every adapter has a gradient that is finite and not 0; on {LAYERS_OF_CHECK} "
@@ -100,7 +101,8 @@ MODELS = {
 class FinetuneSizes(NamedTuple):
     """A model and its layers, tokens of a sequence, and steps.
 
-    `sequences`: of a step of every arm; None: as many as the arm and the model allow.  `tiny`: with the widths of a test.
+    `sequences`: of a step of every arm; None: as many as the arm and the model allow.  `tiny`: with the widths of a test.  `memory_gib`:
+    activations of as many layers as fit are kept; None: all layers are recomputed.
     """
 
     model: str = DEFAULT_MODEL
@@ -110,6 +112,7 @@ class FinetuneSizes(NamedTuple):
     timed: int = 5
     sequences: int | None = None
     tiny: bool = False
+    memory_gib: float | None = None
 
 
 TINY = FinetuneSizes(layers=2, seq_len=32, warm_up=1, timed=2, tiny=True)
@@ -311,6 +314,11 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
     weights = f"base {found['base_weights_gib']} GiB, adapters {found['adapters_gib']} GiB"
     tell(f"built: {sizes.layers} layers, {run.tokens.shape[0]} sequences of {sizes.seq_len} tokens, {weights}")
     run.make_optimizer()
+    budget = None
+    if sizes.memory_gib is not None:
+        from mxep.integrations.transformers_recompute import RecomputeBudget
+
+        budget = RecomputeBudget(run.model, sizes.memory_gib)
     synchronize(device)
     losses, seconds = list[float](), list[float]()
     for at in range(sizes.warm_up + sizes.timed):
@@ -318,12 +326,17 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
         loss = run.step(run.check_adapters if at == 0 else lambda: None)
         synchronize(device)
         seconds.append(time.perf_counter() - start)
+        if budget is not None:
+            budget.after_step()
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise WrongResultError(f"{name}: the loss of step {at + 1} is {losses[-1]}, want a finite one")
         memory = f", {_gib(torch.cuda.max_memory_allocated(device))} GiB" if on_gpu else ""
         tell(f"step {at + 1}: {seconds[-1]:.3f} s, loss {losses[-1]:.4f}{memory}")
     step_s = statistics.median(seconds[sizes.warm_up :])
+    if budget is not None:
+        found |= {"memory_gib": sizes.memory_gib, "kept_layers": budget.kept}
+        tell(str(budget))
     if on_gpu:
         peaks = {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
         found["peak_gib"] = {what: _gib(count) for what, count in peaks.items()}

@@ -275,6 +275,7 @@ def finetune_table(records: Records) -> str:
             most = record["target"].get(f"{arm}_base_gib")
             base = f"{found['base_weights_gib']:.1f}" + ("" if most is None else f" (asked: {most:.0f} at most)")
             peak = f"{found['peak_gib']['allocated']:.1f} / {found['peak_gib']['reserved']:.1f}" if "peak_gib" in found else "-"
+            peak += f" ({found['kept_layers']} layers kept within {found['memory_gib']:g})" if "kept_layers" in found else ""
             losses = f"{found['loss_first']:.3f}", f"{found['loss_last']:.3f}"
             rows.append([what, f"`{arm}`", *times, " / ".join(speeds), base, f"{found['adapters_gib']:.1f}", peak, *losses])
         rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 8] for arm, why in record["left_out"].items()]

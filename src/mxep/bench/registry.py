@@ -77,8 +77,8 @@ class Setting:
     """Device, ranks and sizes of a run: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
     `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.  `peers`: the
-    only ones of `peer_arms.PEERS` to run.  `arms`, `model`, `layers`, `sequences`: of `finetune`, the only arms to run, the model, its
-    layers, and the sequences of a step.
+    only ones of `peer_arms.PEERS` to run.  `arms`, `model`, `layers`, `sequences`, `memory_gib`: of `finetune`, the only arms to run, the
+    model, its layers, the sequences of a step, and the memory within which activations are kept.
     """
 
     device: torch.device
@@ -91,6 +91,7 @@ class Setting:
     model: str | None = None
     layers: int | None = None
     sequences: int | None = None
+    memory_gib: float | None = None
 
     @property
     def tiny(self) -> bool:

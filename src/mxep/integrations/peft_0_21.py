@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.integrations.transformers_5 import computes, lora_factors
-from mxep.moe.router import HOOKS
+from mxep.moe.router import is_watched
 from mxep.mx.compile import in_graph
 from mxep.mx.weight import MXWeight
 from mxep.parallel.frozen_base import dequantize_weight
@@ -107,8 +107,8 @@ class LoraLinear(lora.Linear):
 
     The layer and its adapters are one autograd function (`mxep.grouped_mm.dense.DenseLora`); several adapters are joined along the rank.
     Calls run as peft runs them while an active adapter is a variant (DoRA, aLoRA and the like), has a bias, or is sharded or wrapped by
-    itself, while the layer is sharded or has hooks or a forward of its own, with dropout beside several adapters, and with arguments of
-    peft's (`adapter_names`).
+    itself, while the layer is sharded, while one of these has hooks or a forward of its own, with dropout beside several adapters, and with
+    arguments of peft's (`adapter_names`).
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -116,8 +116,7 @@ class LoraLinear(lora.Linear):
         names, base = [name for name in self.active_adapters if name in self.lora_A], self.base_layer
         dropouts = [self.lora_dropout[name] for name in names]
         drops = any(dropout.training and not isinstance(dropout, nn.Identity) for dropout in dropouts)
-        watched = "forward" in vars(base) or any(getattr(base, hooks) for hooks in HOOKS)
-        plain = _is_dense(base) and not watched and all(map(self._is_plain, names)) and not (drops and len(names) > 1)
+        plain = _is_dense(base) and not is_watched(base) and all(map(self._is_plain, names)) and not (drops and len(names) > 1)
         if not names or not plain or args or kwargs or self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         kind = x.device.type
@@ -134,7 +133,7 @@ class LoraLinear(lora.Linear):
 
     def _is_plain(self, name: str) -> bool:
         factors = self.lora_A[name], self.lora_B[name]
-        whole = all(type(factor) is nn.Linear and not isinstance(factor.weight, DTensor) for factor in factors)
+        whole = all(type(factor) is nn.Linear and not is_watched(factor) and not isinstance(factor.weight, DTensor) for factor in factors)
         return whole and name not in self.lora_variant and not self.lora_bias[name] and self.cast_input_dtype_enabled
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

@@ -45,8 +45,9 @@ try:
     from transformers.integrations.moe import ExpertsInterface
 
     from mxep.integrations.transformers_activations import activation_of
-    from mxep.integrations.transformers_liger import convert_norm, convert_rotary, rms_norm_form, rotary_form, why_modules_stay
+    from mxep.integrations.transformers_liger import convert_norm, convert_rotary, norm_kernel, rms_norm_form, rotary_form, why_modules_stay
     from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
+    from mxep.integrations.transformers_router import convert_router, router_form
 except ImportError as error:
     try:
         _got = importlib.metadata.version("transformers")
@@ -252,7 +253,7 @@ class Acceleration:
 
     Attributes:
         converted: names of modules, and what each computes by now.
-        left: names of modules, or "experts", "head", "norms", "rotary" for all of a kind, and why each stays as it was.
+        left: names of modules, or "experts", "head", "norms", "rotary", "routers" for all of a kind, and why each stays as it was.
 
     Examples:
         >>> from mxep.integrations import transformers_5
@@ -295,9 +296,10 @@ def accelerate(
     head_recipe: str | Recipe = "hp",
     norms: bool = True,
     rotary: bool = True,
+    routers: bool = True,
 ) -> Acceleration:
-    """Convert a loaded model of transformers for training, in place: experts, dense linear layers, projection to the vocabulary, norms,
-    rotary embeddings.
+    """Convert a loaded model of transformers for training, in place: experts, routers, dense linear layers, projection to the vocabulary,
+    norms, rotary embeddings.
 
     Parameters, their names, `save_pretrained` and `generate` stay as they are.  Call it before the model is sharded, compiled, or given to
     a trainer or to peft.  What cannot be converted stays as it is, and the result says why; it is logged too.
@@ -311,8 +313,9 @@ def accelerate(
         head: in training with `labels=` (by name), compute the loss from one chunk of logits at a time (`mxep.linear_cross_entropy`).  Such
             an output has no `logits`; in eval mode and without labels nothing changes.
         head_recipe: of that loss's products (docs/numerics.md has the errors of MXFP8).
-        norms: RMSNorms by liger-kernel, on a GPU and if it is installed.
+        norms: RMSNorms by liger-kernel, on a GPU and if it is installed; wide ones by torch's fused kernel.
         rotary: rotary embeddings of attention by liger-kernel, likewise.
+        routers: routers of experts by two kernels, and their backward by one; each token's choices are in rising order then.
 
     Returns:
         what was converted, what was left and why; its `undo()` takes everything back.
@@ -348,6 +351,8 @@ def accelerate(
         _accelerate_norms(model, done)
     if rotary:
         _accelerate_rotary(model, done)
+    if routers:
+        _accelerate_routers(model, done)
     if not done.converted:
         raise ValueError(f"{where}: nothing of {type(model).__name__} can be converted\n{done}")
     _log.info("%s", done)
@@ -413,6 +418,19 @@ def _why_experts_stay(experts: Module, recipe: Recipe) -> str | None:
     return None
 
 
+def _accelerate_routers(model: PreTrainedModel, done: Acceleration) -> None:
+    found = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Router")}
+    for name, module in found.items():
+        form = None if "forward" in vars(module) else router_form(module)
+        if form is None:
+            done.left[name] = f"{type(module).__name__}, which routes in another way than our kernels"
+        else:
+            done._undo.append(convert_router(module, form))
+            done.converted[name] = "router, two kernels"
+    if not found:
+        done.left["routers"] = "the model has none that is a module of its own"
+
+
 def _accelerate_head(model: PreTrainedModel, recipe: Recipe, done: Acceleration) -> None:
     if reason := why_loss_stays(model, recipe):
         done.left["head"] = reason
@@ -434,7 +452,7 @@ def _accelerate_norms(model: PreTrainedModel, done: Acceleration) -> None:
             done.left[name] = f"{type(module).__name__}, which liger-kernel's RMSNorm does not compute"
         else:
             done._undo.append(convert_norm(module, form))
-            done.converted[name] = "RMSNorm, liger-kernel"
+            done.converted[name] = f"RMSNorm, {norm_kernel(module, form)}"
 
 
 def _accelerate_rotary(model: PreTrainedModel, done: Acceleration) -> None:

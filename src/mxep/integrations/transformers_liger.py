@@ -1,4 +1,4 @@
-"""RMSNorms and rotary embeddings of transformers' models on a GPU by liger-kernel, where its kernels compute the same."""
+"""RMSNorms and rotary embeddings of transformers' models on a GPU by liger-kernel, wide RMSNorms by torch, where these compute the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.extras import install_command
@@ -25,6 +26,7 @@ class RMSNormForm(NamedTuple):
     offset: float  # added to the weight
 
 
+_WIDE = 1024  # columns from which on torch's kernel is faster, forward and backward together (2048: it is, 128: it is not)
 _FORMS = RMSNormForm("llama", 0.0), RMSNormForm("gemma", 0.0), RMSNormForm("gemma", 1.0)
 
 
@@ -78,8 +80,8 @@ def why_modules_stay(model: PreTrainedModel) -> str | None:
 
 
 def convert_norm(norm: nn.Module, form: RMSNormForm) -> Callable[[], None]:
-    """Let a module compute by liger-kernel's kernel; returns what undoes it. Names and parameters stay."""
-    norm.forward = functools.partial(_liger_forward, norm, form)  # type: ignore[method-assign]
+    """Let a module compute by a fused kernel; returns what undoes it. Names and parameters stay."""
+    norm.forward = functools.partial(_norm_forward, norm, form)  # type: ignore[method-assign]
 
     def undo() -> None:
         del norm.forward
@@ -87,10 +89,17 @@ def convert_norm(norm: nn.Module, form: RMSNormForm) -> Callable[[], None]:
     return undo
 
 
-def _liger_forward(norm: nn.Module, form: RMSNormForm, hidden_states: Tensor) -> Tensor:
+def norm_kernel(norm: Any, form: RMSNormForm) -> str:
+    """Whose kernel computes a module of that form: "torch" for wide rows, where it is faster and rounds once, else "liger-kernel"."""
+    return "torch" if norm.weight.numel() >= _WIDE and form.offset == 0.0 else "liger-kernel"
+
+
+def _norm_forward(norm: Any, form: RMSNormForm, hidden_states: Tensor) -> Tensor:
     """In a compiled graph, which fuses it, and where a dtype is another than the weight's, the class's own forward runs."""
     if torch.compiler.is_compiling() or not hidden_states.is_cuda or hidden_states.dtype != norm.weight.dtype:
         return type(norm).forward(norm, hidden_states)
+    if norm_kernel(norm, form) == "torch":
+        return F.rms_norm(hidden_states, norm.weight.shape, norm.weight, _epsilon(norm))
     from liger_kernel.transformers.functional import liger_rms_norm
 
     return liger_rms_norm(hidden_states, norm.weight, _epsilon(norm), form.offset, form.casting_mode, in_place=False)
@@ -111,11 +120,13 @@ def rotary_form(attention: nn.Module) -> RotaryForm | None:
     forward = inspect.unwrap(type(attention).forward)
     if not inspect.isfunction(forward) or _ROTARY not in forward.__code__.co_names:
         return None
-    return _rotary_form_of(forward.__globals__[_ROTARY])
+    if getattr(getattr(attention, "config", None), "rope_interleave", False):  # its file has another function for that
+        return None
+    return _rotary_form_of(forward.__globals__.get(_ROTARY))  # a method's name is none of the file's
 
 
 @functools.cache
-def _rotary_form_of(rotate: Callable[..., tuple[Tensor, Tensor]]) -> RotaryForm | None:
+def _rotary_form_of(rotate: Any) -> RotaryForm | None:
     generator = torch.Generator().manual_seed(0)
     q, k, once = (torch.randn(1, *shape, generator=generator).bfloat16() for shape in ((4, 3, 16), (2, 3, 16), (3, 8)))
     cos, sin = once.cos(), once.sin()
@@ -141,10 +152,11 @@ def convert_rotary(attention: nn.Module) -> Callable[[], None]:
 
 
 def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In a compiled graph, which fuses the rotation, the class's own forward runs."""
+    """In a compiled graph, which fuses the rotation, the class's own forward runs; and in a dispatch mode, which may keep what the kernel
+    would write over: selective checkpointing keeps projections, and its second forward would rotate them again."""
     kind: Any = type(attention)
-    forward = kind.forward if torch.compiler.is_compiling() else _forward_with_liger(kind)
-    return forward(attention, *args, **kwargs)
+    own = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return (kind.forward if own else _forward_with_liger(kind))(attention, *args, **kwargs)
 
 
 @functools.cache
@@ -170,13 +182,17 @@ def _with_global(function: Any, name: str, value: object) -> Any:
     return copied
 
 
-def _liger_rotary(
-    own: Callable[..., tuple[Tensor, Tensor]], form: RotaryForm, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Queries (B, heads, S, d), keys (B, kv_heads, S, d), cos and sin (1 or B, S, d or d/2); the kernel writes over q and k."""
+def _liger_rotary(own: Callable[..., tuple[Tensor, Tensor]], form: RotaryForm, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Queries (B, heads, S, d), keys (B, kv_heads, S, d), cos and sin (1 or B, S, d or d/2); the kernel writes over q and k.
+
+    Calls with other arguments are those of the file's own function.
+    """
+    if len(args) != 4 or kwargs not in ({}, {"unsqueeze_dim": 1}):
+        return own(*args, **kwargs)
+    q, k, cos, _ = args
     whole = cos.dim() == 3 and cos.shape[-1] * form.width == q.shape[-1] == k.shape[-1]
-    if not (q.is_cuda and whole and unsqueeze_dim == 1 and q.dtype == k.dtype == cos.dtype):
-        return own(q, k, cos, sin, unsqueeze_dim)
+    if not (q.is_cuda and whole and q.dtype == k.dtype == cos.dtype):
+        return own(*args, **kwargs)
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
-    return liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=q.shape[-1])  # type: ignore[no-any-return]
+    return liger_rotary_pos_emb(*args, rotary_dim=q.shape[-1])  # type: ignore[no-any-return]

@@ -307,7 +307,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "qwen3_small": Qwen3MoEConfig(
         vocab_size=256, dim=768, num_layers=4, expert_hidden=512, num_experts=32, top_k=4, num_heads=12, num_kv_heads=4, head_dim=64,
-        init_by_depth=True, output_init_std=768**-0.5, balance_loss=1.5e-3,
+        init_by_depth=True, output_init_std=768**-0.5, balance_loss=1e-3,
     ),
     "qwen3_30b_a3b": Qwen3MoEConfig(
         vocab_size=151936, dim=2048, num_layers=48, expert_hidden=768, num_experts=128, top_k=8, num_heads=32, num_kv_heads=4,

@@ -28,9 +28,14 @@ from torch.func import functional_call
 
 from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.mx.compile import in_graph
-from mxep.ops.routing.router_reference import mean_shares, score_experts, weigh_topk, z_loss
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module has hooks or a forward of its own, which code that only reads its parameters would not run."""
+    own = vars(module)
+    return "forward" in own or any(own[hooks] for hooks in _HOOKS)
 
 
 class Routing(NamedTuple):
@@ -151,12 +156,15 @@ class RouterProduct(torch.autograd.Function):
 # ---------------------------------------------------------------- choice
 
 
-def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig, with_losses: bool = True) -> Routing:
-    """Logits (T, E) float32 or of 16 bits, bias (E,) or None -> `Routing`, without a gradient; without losses their parts are 0."""
+def _rules(config: MoEConfig) -> tuple[int, str, int, int, bool, bool, float, bool, bool]:
+    """How the operator `route_tokens` chooses, weighs and which losses it prepares."""
     choice = config.top_k, config.score_function, config.num_groups, config.top_groups, config.force_balance
-    wanted = with_losses and config.balance_loss > 0, with_losses and config.z_loss > 0
-    weights = config.renormalize, config.route_scale
-    return Routing(*torch.ops.mxep.route_tokens(logits.detach(), expert_bias, *choice, *weights, *wanted))
+    return *choice, config.renormalize, config.route_scale, config.balance_loss > 0, config.z_loss > 0
+
+
+def route_without_gradient(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:
+    """Logits (T, E) float32 or of 16 bits, bias (E,) or None -> `Routing`, without a gradient."""
+    return Routing(*torch.ops.mxep.route_tokens(logits.detach(), expert_bias, *_rules(config)))
 
 
 def route_tokens(tokens: Tensor, weight: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> tuple[Tensor, Routing]:
@@ -175,25 +183,49 @@ def router_gradients(
     )
 
 
-def weigh(logits: Tensor, scores: Tensor, experts: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (T, C), shares (E,) and z () for the chosen experts: everything of `route` that has a gradient.
+@in_graph
+class RouteTokens(torch.autograd.Function):
+    """The operator `route_tokens`, with the gradients of weights, shares and z; `dtype` is that of the weights."""
 
-    logits, scores (T, E) float32; experts (T, C).
-    """
-    shares = mean_shares(scores) if config.balance_loss else scores.new_zeros(scores.shape[1])
-    z = z_loss(logits) if config.z_loss else logits.new_zeros(())
-    return weigh_topk(scores, experts, config.renormalize, config.route_scale), shares, z
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        expert_bias: Tensor | None,
+        dtype: torch.dtype,
+        top_k: int,
+        score_function: str,
+        num_groups: int,
+        top_groups: int,
+        forced: bool,
+        renormalize: bool,
+        route_scale: float,
+        with_shares: bool,
+        with_z: bool,
+    ) -> tuple[Tensor, ...]:
+        """Logits (T, E) float32 or of 16 bits -> the fields of `Routing`."""
+        choice = top_k, score_function, num_groups, top_groups, forced
+        weights, experts, counts, shares, z = torch.ops.mxep.route_tokens(
+            logits.detach(), expert_bias, *choice, renormalize, route_scale, with_shares, with_z
+        )
+        ctx.save_for_backward(logits, experts)
+        ctx.weights = score_function, renormalize, route_scale
+        ctx.mark_non_differentiable(experts, counts, *(() if with_shares else (shares,)), *(() if with_z else (z,)))
+        ctx.set_materialize_grads(False)
+        return weights.to(dtype), experts, counts, shares, z
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, experts = ctx.saved_tensors
+        d_scores, _, _, d_shares, d_z = grads
+        d_scores = torch.zeros(experts.shape, device=experts.device) if d_scores is None else d_scores.float()
+        d_logits = torch.ops.mxep.router_backward(logits, experts, d_scores, d_shares, d_z, *ctx.weights, logits.dtype)
+        return d_logits, *(None,) * 11
 
 
 def route(logits: Tensor, expert_bias: Tensor | None, config: MoEConfig) -> Routing:
-    """Logits (T, E) of any float dtype, bias (E,) or None -> `Routing`.
-
-    `route_without_gradient` chooses; weights and losses are computed again by operators that autograd knows, which may round differently.
-    """
-    logits = logits.float()
-    chosen = route_without_gradient(logits, expert_bias, config, with_losses=False)
-    weights, shares, z = weigh(logits, score_experts(logits, config.score_function), chosen.experts, config)
-    return Routing(weights, chosen.experts, chosen.counts, shares, z)
+    """Logits (T, E) of any float dtype, bias (E,) or None -> `Routing`, differentiable once in the logits."""
+    return Routing(*RouteTokens.apply(logits.float(), expert_bias, torch.float32, *_rules(config)))
 
 
 class Router(nn.Module):
@@ -224,11 +256,11 @@ class Router(nn.Module):
 
     def _logits(self, tokens: Tensor) -> Tensor:
         gate, router_dtype = self.gate, self.config.router_dtype
-        if type(gate) is nn.Linear and gate.bias is None and not any(getattr(gate, hooks) for hooks in HOOKS):
+        if type(gate) is nn.Linear and gate.bias is None and not is_watched(gate):
             if router_dtype == "bf16":
                 return logits_of(tokens, gate.weight, router_dtype)
             return RouterProduct.apply(tokens, gate.weight)  # type: ignore[no-any-return]
-        # An adapter, or a gate with hooks, is called as a module, in the same dtype.
+        # An adapter, or a gate with hooks or a forward of its own, is called as a module, in the same dtype.
         dtype = torch.float32 if router_dtype == "fp32" else tokens.dtype
         cast = {name: p.to(dtype) for name, p in gate.named_parameters() if p.is_floating_point() and p.dtype != dtype}
         with without_autocast(tokens) if router_dtype == "fp32" else nullcontext():

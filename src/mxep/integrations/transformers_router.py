@@ -1,0 +1,119 @@
+"""Routers of transformers' models by this package's two kernels for routing, where they compute the same but for rounding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mxep.moe.router import RouterProduct, RouteTokens
+
+_PROBED_TOKENS = 16
+_SAME = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # relative difference of weights that are the same but for rounding
+_BIAS = "e_score_correction_bias"  # of the choice alone (DeepSeek-V3)
+
+
+class RouterForm(NamedTuple):
+    """How a router makes weights of its logits; fields without a line here are as in `MoEConfig`.
+
+    Attributes:
+        in_float32: the product is in float32, whatever the dtypes of tokens and weight.
+        as_logits: the weights of the choices have the logits' dtype; False: float32.
+    """
+
+    top_k: int
+    score_function: str
+    num_groups: int
+    top_groups: int
+    renormalize: bool
+    route_scale: float
+    in_float32: bool
+    as_logits: bool
+
+
+def router_form(router: nn.Module) -> RouterForm | None:
+    """How a module routes, found by running its class's forward on bf16 values on a CPU; None: it is no router, or routes in another way.
+
+    Modules whose class is called ...Router, with a weight (E, D), `top_k`, and (logits, weights, experts) as outputs, are tried.
+    """
+    kind: Any = type(router)
+    weight = router._parameters.get("weight")
+    if not kind.__name__.endswith("Router") or weight is None or weight.dim() != 2 or not hasattr(router, "top_k"):
+        return None
+    tensors = *router.named_parameters(recurse=False), *router.named_buffers(recurse=False)
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
+    plain = tuple((name, value) for name, value in vars(router).items() if isinstance(value, int | float | str))
+    return _form_of(kind, shapes, plain)
+
+
+@functools.cache
+def _form_of(kind: Any, shapes: tuple[tuple[str, tuple[int, ...]], ...], plain: tuple[tuple[str, object], ...]) -> RouterForm | None:
+    generator = torch.Generator().manual_seed(0)
+    probe = kind.__new__(kind)
+    nn.Module.__init__(probe)
+    vars(probe).update(plain)
+    for name, shape in shapes:
+        values = torch.randn(shape, generator=generator)
+        setattr(probe, name, nn.Parameter(values.bfloat16() if name != _BIAS else values / 8, requires_grad=False))
+    D = probe.weight.shape[1]
+    tokens = (torch.randn(_PROBED_TOKENS, D, generator=generator) / D**0.5).bfloat16()
+    try:
+        wanted = kind.forward(probe, tokens)
+        return next((form for form in _candidates(probe, wanted) if _same(_route(probe, form, tokens), wanted)), None)
+    except Exception:  # of other outputs, options or shapes
+        return None
+
+
+def _candidates(router: Any, wanted: tuple[Tensor, Tensor, Tensor]) -> Iterator[RouterForm]:
+    logits, weights, _ = wanted
+    groups = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
+    in_float32 = logits.dtype == torch.float32
+    for score_function in ("softmax", "sigmoid"):
+        for renormalize in (True, False):
+            for scale in (1.0, float(getattr(router, "routed_scaling_factor", 1.0))):
+                yield RouterForm(router.top_k, score_function, *groups, renormalize, scale, in_float32, weights.dtype == logits.dtype)
+
+
+def _same(got: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Whether logits and weights are the same, and the choices but for ties, in any order of a token's choices."""
+    (logits, weights, experts), (want_logits, want_weights, want_experts) = got, wanted
+    if not torch.equal(logits, want_logits) or weights.dtype != want_weights.dtype:
+        return False
+    chosen, want_chosen = (logits.gather(1, indices).sort(1).values for indices in (experts, want_experts))
+    sorted_weights, want_sorted = (values.float().sort(1).values for values in (weights, want_weights))
+    near = (sorted_weights - want_sorted).abs() <= _SAME[weights.dtype] * want_sorted
+    return torch.equal(chosen, want_chosen) and bool(near.all())
+
+
+def convert_router(router: nn.Module, form: RouterForm) -> Callable[[], None]:
+    """Let a module of that form route by our kernels; returns what undoes it. Names and parameters stay."""
+    router.forward = functools.partial(_router_forward, router, form)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        del router.forward
+
+    return undo
+
+
+def _router_forward(router: nn.Module, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In a compiled graph the class's own forward runs."""
+    if torch.compiler.is_compiling():
+        return type(router).forward(router, hidden_states)  # type: ignore[no-any-return]
+    return _route(router, form, hidden_states)
+
+
+def _route(router: Any, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (..., D) -> logits (T, E), weights (T, C) and experts (T, C) in rising order."""
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if form.in_float32:
+        logits = RouterProduct.apply(tokens, router.weight)
+    else:
+        logits = F.linear(tokens, router.weight, getattr(router, "bias", None))
+    rules = form.top_k, form.score_function, form.num_groups, form.top_groups, False, form.renormalize, form.route_scale, False, False
+    dtype = logits.dtype if form.as_logits else torch.float32
+    weights, experts, *_ = RouteTokens.apply(logits, getattr(router, _BIAS, None), dtype, *rules)
+    return logits, weights, experts
