@@ -344,7 +344,8 @@ def find_sources(data: Sequence[str]) -> list[Source]:
         elif matches := sorted(match for match in glob.glob(pattern, recursive=True) if Path(match).is_file()):
             found.append(Source(name, tuple(map(Path, matches))))
         else:
-            raise ValueError(f"data: {name} {'matches no file' if glob.has_magic(pattern) else 'does not exist'}")
+            got = "matches no file" if glob.has_magic(pattern) else "does not exist"
+            raise ValueError(f"data: {name} {got}, want a file, a folder, or a pattern of files; name another text with --data")
     return found
 
 
