@@ -177,7 +177,7 @@ def test_z_loss_value() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"top_k": 9}, "only 8 experts"),
+        ({"top_k": 9}, "want at most 8, the experts that a token can choose from"),
         ({"num_groups": 3}, "not divisible by num_groups=3"),
         ({"num_groups": 4, "top_groups": 5}, "top_groups=5"),
         ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "only 2 experts"),

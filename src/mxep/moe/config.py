@@ -87,7 +87,8 @@ class MoEConfig:
         reachable = self.top_groups * (self.num_experts // self.num_groups)
         if self.top_k > reachable:
             raise ValueError(
-                f"MoEConfig: top_k={self.top_k}, but only {reachable} experts can be chosen ({self.top_groups} of {self.num_groups} groups)"
+                f"MoEConfig: top_k={self.top_k}, want at most {reachable}, the experts that a token can choose from ({self.top_groups} of "
+                f"{self.num_groups} groups); lower top_k, or raise top_groups or num_experts"
             )
         for name in ("num_shared_experts", "bias_update_rate", "balance_loss", "z_loss"):
             if getattr(self, name) < 0:
