@@ -14,12 +14,12 @@
 // which becomes bf16 in registers.  LAG: in tiles.  MIN_BLOCKS: on a multiprocessor.
 
 struct Part { const u8* x; long long group_bytes, row_bytes; };
-struct Weight {                                          // two weights (G, R, C) joined along R; `split` rows of each group are the first's
+struct Weight {                                          // weights (G, R, C) concatenated along R; `split` rows of a group are the first's
   Part first, second;
   int split, R, C, G;
 };
 
-struct WeightScales { Part first, second; };             // of an MX weight: (G, R, C/32) bytes, joined along R as well
+struct WeightScales { Part first, second; };             // of an MX weight: (G, R, C/32) bytes, concatenated along R as well
 
 struct Results {                                         // contiguous; counters and scales are 0 when the kernel starts
   u8 *q, *qt;                                            // (G, R, C), (G, C, R)
