@@ -1,7 +1,7 @@
 """The package's registered operators (`torch.ops.mxep.*`), one table: schema, module of the reference, module of the launcher.
 
 torch.compile sees opaque operators.  The reference is the CPU form, the launcher the CUDA form, `ops/fakes.py` has the fake form of those
-that return something.  e4m3 data and e8m0 scales travel as two tensors here and nowhere else.
+that return something.  Only here are e4m3 data and e8m0 scales two separate arguments; elsewhere an `MXTensor` has both.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "grouped_wgrad_mx_columnwise(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path) -> Tensor",
     ),
     ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.quantize_weight"): (
-        # weights (G, R, C) and (G, S, C) joined along R, one exponent per row: e4m3 (G, R + S, C) with scales (G, R + S) float32, and of
-        # the transpose (G, C, R + S) with (G, C); of MX weights, which have scales (G, R, C/32) and (G, S, C/32) e8m0, the values in bf16
+        # weights (G, R, C) and (G, S, C), concatenated along R, one exponent per row: e4m3 (G, R + S, C) with scales (G, R + S) float32,
+        # and of the transpose (G, C, R + S) with (G, C); of MX weights, which have scales (G, R, C/32) and (G, S, C/32) e8m0, the values
+        # in bf16
         "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False, "
         "Tensor? scale=None, Tensor? second_scale=None) -> Tensor[]",
     ),
@@ -143,7 +144,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "sort_topk(Tensor experts, Tensor scores, int num_experts, bool minus_one, bool duplicates) -> (Tensor, Tensor, Tensor)",
         # top-k ids and scores (T, C) -> their table (S, 2C) int32 for all ranks
         "pack_topk(Tensor experts, Tensor scores, SymInt most) -> Tensor",
-        # (slots, home, ranks) of mxep.fused.symmetric_dispatcher.SymmetricSendIndex; ranks is empty in modes that send to columns
+        # (slots, return_slots, ranks) of mxep.fused.symmetric_dispatcher.SymmetricSendIndex; ranks is empty in modes that send to columns
         "send_index(Tensor experts, str mode, int num_local_experts, int world, SymInt most) -> (Tensor, Tensor, Tensor)",
         # END rows (L,) of experts -> bounds (count + 1,) of chunks of at most `capacity` rows
         "chunk_bounds(Tensor ends, int capacity, int count) -> Tensor",

@@ -1,4 +1,4 @@
-"""In which precision every wire and every GEMM of the layer works: `Recipe`, its named presets, and the option enums.
+"""The precision of every exchange and every GEMM of the layer: `Recipe`, its named presets, and the option enums.
 
 "hp" (high precision) means the tensors' own dtype, bf16 or float32.  The same recipe "hp" is therefore the bf16 baseline on a
 GPU and the float32 yardstick of the gradient tests.
@@ -59,13 +59,13 @@ class Recipe:
 
     Attributes:
         name: what logs and errors call it.
-        dispatch: forward exchange of the tokens (backward always travels in the gradient's dtype).
-        combine_backward: backward exchange of combine (forward always travels in high precision).
+        dispatch: forward exchange of the tokens (its backward is always in the gradient's dtype).
+        combine_backward: backward exchange of combine (its forward is always in high precision).
         gemm: forward GEMM and dgrad.
         wgrad: "hp" multiplies the operands as they came ("wgrad_with_hp").  "mx" multiplies the MX forms that forward and dgrad
             multiply, 1x32 along the columns: nothing is quantised twice, FP8 tensor cores on Hopper, and backward saves MX inputs.
             "mxfp8" quantises both again, 32x1 along the tokens, and then the input must not be MX already, so dispatch has to be "hp".
-        scaling_mode: scaling mode of every quantisation.
+        scaling_mode: of every quantisation.
         group_size_multiple_of: rows that every expert's group is padded to, a multiple of 32.
         gemm_path: "auto" or a name from `mxep.device.available_gemm_paths`.
         hp_below_rows: a call with fewer rows than this per weight, on average over the experts, multiplies in high precision, forward and
@@ -106,8 +106,8 @@ class Recipe:
     def number(self) -> int:
         """Below 1024, another one for other precisions; without the GEMM path and `hp_below_rows`, in which ranks may differ."""
         digits = (self.dispatch, self.combine_backward, self.gemm)
-        wires = sum((digit == "mxfp8") << bit for bit, digit in enumerate(digits))
-        return wires + 8 * get_args(Wgrad).index(self.wgrad) + 32 * SCALING_MODES.index(self.scaling_mode)
+        exchanges_and_gemm = sum((digit == "mxfp8") << bit for bit, digit in enumerate(digits))
+        return exchanges_and_gemm + 8 * get_args(Wgrad).index(self.wgrad) + 32 * SCALING_MODES.index(self.scaling_mode)
 
     def multiplies_in_hp(self, rows: int, weights: int) -> bool:
         """Whether the products of that many rows with that many weights run in high precision: by `gemm`, or by `hp_below_rows`.

@@ -363,7 +363,7 @@ def test_wrong_choices_raise() -> None:
         ({"config": "fast"}, ("config is a str", "RuntimeEPConfig(**options)")),
         ({"activation": "relu2"}, (f"w1 is ({E}, {2 * H}, {D})", f"want ({E}, {H}, {D})")),
         ({"tokens": x.half()}, ("torch.float16", "cast it first")),
-        ({"w3": torch.zeros(E, H, D), "layout": "interleaved"}, ("w3 with layout='interleaved'", "not joined")),
+        ({"w3": torch.zeros(E, H, D), "layout": "interleaved"}, ("w3 with layout='interleaved'", "not concatenated")),
         ({"w3": torch.zeros(E, H, D), "activation": "relu2"}, ("w3 with", "activation='relu2'")),
         ({"b3": torch.zeros(E, H)}, ("b3 without w3",)),
         ({"w3": torch.zeros(E, H, D)}, (f"w1 is ({E}, {2 * H}, {D})", f"want ({E}, {H}, {D})")),

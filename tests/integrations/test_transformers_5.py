@@ -202,7 +202,7 @@ def test_a_model_trains(around: str, name: str, tmp_path: Path) -> None:
         assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
-def test_gradient_checkpointing_runs_the_second_product_once() -> None:
+def test_gradient_checkpointing_runs_the_down_gemm_once() -> None:
     """Nothing behind the experts of a layer saves a tensor: of a step's products, each layer's first forward one runs twice."""
     products, tokens, model = [], torch.randint(3, 256, (1, 21)), build("Qwen3Moe", torch.float32)
     model.set_experts_implementation("mxep")

@@ -144,3 +144,5 @@ def test_names_before_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         find_model("empty")
     with pytest.raises(ValueError, match=r"'gone' is unknown, want one of dsv3_debug_cpu, .*, or a folder with a config\.json"):
         find_model("gone")
+    with pytest.raises(ValueError, match=r"'dsv3_16' is unknown.*; the nearest is dsv3_16b$"):
+        find_model("dsv3_16")

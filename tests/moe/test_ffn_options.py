@@ -385,7 +385,7 @@ def test_forms_that_are_none() -> None:
     for wrong in ({"swiglu_alpha": float("nan")}, {"swiglu_offset": float("inf")}):
         with raises_naming(f"MoEConfig: {next(iter(wrong))}=", "want a finite number"):
             MoEConfig(D, H, L, 2, **wrong)
-    with raises_naming("MoEConfig", "activation='geglu', want", "activation='swiglu' beside it"):
+    with raises_naming("MoEConfig", "activation='geglu', want", "activation='swiglu' with it"):
         MoEConfig(D, H, L, 2, activation="geglu", swiglu_limit=7.0)
     x, weights = torch.randn(P, D), (torch.randn(L, H, D), torch.randn(L, D, H), torch.randn(L, H, D))
     calls = {

@@ -177,10 +177,10 @@ def test_z_loss_value() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"top_k": 9}, "only 8 experts"),
+        ({"top_k": 9}, "want at most 8, the experts that a token can choose from"),
         ({"num_groups": 3}, "not divisible by num_groups=3"),
         ({"num_groups": 4, "top_groups": 5}, "top_groups=5"),
-        ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "only 2 experts"),
+        ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "want at most 2, the experts that a token can choose from"),
         ({"score_function": "relu"}, "'softmax' or 'sigmoid'"),
         ({"top_k": 0}, "top_k=0"),
         ({"z_loss": -1.0}, "z_loss"),

@@ -73,7 +73,7 @@ def again(mode: Recompute, kind: type[Block] = Block, runtime: RuntimeEPConfig |
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
-def test_the_second_product_runs_once(name: str) -> None:
+def test_the_down_gemm_runs_once(name: str) -> None:
     calls, forms = again("full", runtime=RUNTIMES[name])
     products = 0 if name == "no first product" else 1  # of several chunks, the last one's
     assert (calls[ATTENTION], calls[SHARED], calls["grouped_mm_mx"]) == (1, 1, products)

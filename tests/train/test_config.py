@@ -184,9 +184,13 @@ def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
 
 WRONG = {
     "unknown recipe": (["--recipe", "fp4"], "recipe: 'fp4' is unknown"),
-    "unknown model": (["--model", "gpt"], "model: 'gpt' is unknown"),
-    "ep": (["--ep", "3", "--nproc", "4"], "--ep=3 does not divide the 4 ranks"),
-    "no such data": (["--data", "nowhere.txt"], "data: nowhere.txt does not exist"),
+    "unknown model": (["--model", "gpt"], "model: 'gpt' is unknown, want one of dsv3_debug_cpu, "),
+    "no such folder": (["--init-from", "gone"], "--init-from=gone does not exist, want a Hugging Face folder with its config.json"),
+    "no such tokenizer": (["--tokenizer", "gone"], "tokenizer: gone does not exist, want a tokenizer.json or its folder; without"),
+    "ep": (["--ep", "3", "--nproc", "4"], "--ep=3 does not divide the 4 ranks; choose a divisor"),
+    "no such data": (["--data", "nowhere.txt"], "data: nowhere.txt does not exist, want a file, a folder, or a pattern"),
+    "no such pattern": (["--data", "*.txt"], "data: *.txt matches no file, want a file"),
+    "no such option": (["--learning-rate", "1"], "there is no option --learning-rate; `mxep train --help` lists all options"),
     "nothing to resume": (["--resume"], "resume: no checkpoint found under runs/"),
     "nothing to resume there": (["--resume", "--out", "elsewhere"], "resume: no checkpoint found in elsewhere"),
 }
@@ -206,7 +210,7 @@ def test_what_one_machine_lacks_is_told_by_its_own_ranks(monkeypatch: pytest.Mon
     """Under torchrun, where rank 0 is on another one and has nothing to tell."""
     monkeypatch.setenv("RANK", "3")
     assert main(["train", "--config", "nowhere.toml"]) == 2
-    assert capsys.readouterr().err == "mxep train: error: --config: nowhere.toml does not exist (rank 3)\n"
+    assert capsys.readouterr().err == "mxep train: error: --config: nowhere.toml does not exist, want a TOML file of options (rank 3)\n"
 
 
 def test_a_gpu_asked_for_without_one(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

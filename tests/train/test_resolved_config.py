@@ -80,7 +80,7 @@ def test_published_weights_have_the_yarn_of_their_folder(tmp_path: Path) -> None
         shape_of(init_from=without, yarn="on")
     with pytest.raises(ValueError, match="describes another model: vocab_size is"):
         shape_of(init_from=without, model="dsv3_debug")
-    with pytest.raises(ValueError, match="is a file, want the folder"):
+    with pytest.raises(ValueError, match="is a file, want a Hugging Face folder"):
         shape_of(init_from=without / "config.json")
 
 

@@ -434,7 +434,7 @@ def train_table(records: Records) -> str:
 
 
 def published_table(records: Records) -> str:
-    """The published models of these records beside figures of other projects."""
+    """The published models of these records, compared with figures of other projects."""
     return markdown(_bars(*published.COLUMNS), published.rows(records))
 
 

@@ -1,4 +1,4 @@
-"""Our training steps beside figures that other projects have published, counted in the same ways."""
+"""Our training steps compared with figures that other projects have published, counted in the same ways."""
 
 from __future__ import annotations
 

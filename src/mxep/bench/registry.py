@@ -124,7 +124,7 @@ def speed_ups(ms: Mapping[str, float], arm: str, baseline: str, limit: str, name
 
     Args:
         ms: milliseconds by arm and stage, "ARM_STAGE".
-        limit: the arm that stands in for the fastest possible one.
+        limit: the arm that is the reference: a simpler program that does the unavoidable work.
         name: of the figures, with "{stage}" in it.
     """
     figures = {}

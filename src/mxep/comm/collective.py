@@ -253,7 +253,7 @@ class CollectiveTransport:
         return out.clone() if out is rows else out
 
     def _exchanged(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
-        """`exchange`, or `rows` itself in a group of one, which has nobody to send to."""
+        """`exchange`, or `rows` itself in a group of one rank."""
         group = resolve_group("all-to-all", self._group_name)
         out_splits, in_splits, rows, world = list(output_splits), list(input_splits), rows.contiguous(), group.size()
         if checking(rows.device):

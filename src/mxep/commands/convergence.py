@@ -228,18 +228,18 @@ def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | 
     if str(corpus) in config.data and not corpus.exists():
         taken, left_out = write_python_corpus(corpus)
         size = corpus.stat().st_size / 1e6
-        _say(f"corpus: {taken:,} .py files of this Python, {left_out:,} left out (empty or not UTF-8), {size:,.0f} MB")
+        say(f"corpus: {taken:,} .py files of this Python, {left_out:,} left out (empty or not UTF-8), {size:,.0f} MB")
     at_once = options.at_once or (len(runs) if device_type == "cuda" else 1)
-    pool = RunPool(runs, resolved.steps, words, at_once, deadline, _say)
-    _say(f"{len(runs)} runs of {resolved.steps} steps, {len(pool.waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
+    pool = RunPool(runs, resolved.steps, words, at_once, deadline, say)
+    say(f"{len(runs)} runs of {resolved.steps} steps, {len(pool.waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
     failed = pool.run(lambda: _progress(runs))
     for run, status in failed:
         print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
     if failed:
         return 1
     if any(run.step < resolved.steps for run in runs):
-        _say(_progress(runs))
-        _say(f"stopped; continue with: {PROGRAM} --resume --out {options.out}")
+        say(_progress(runs))
+        say(f"stopped; continue with: {PROGRAM} --resume --out {options.out}")
         return 0
     _finish(plan, runs, options, resolved)
     return 0
@@ -272,15 +272,16 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
         **summarize(by_recipe, resolved.steps),
         **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *(["--", *plan.given] if plan.given else [])])),
     }
-    _say(convergence_table([record]))
+    say(convergence_table([record]))
     if record["no_verdict"]:
-        _say(f"no verdict: {'; '.join(record['no_verdict'])}")
+        say(f"no verdict: {'; '.join(record['no_verdict'])}")
     if options.record is not None:
-        _say(f"record {write_records('convergence', record['device'], record['world_size'], [record], options.record)}")
-    _say(f"plot {convergence([record], options.out)}")
+        say(f"record {write_records('convergence', record['device'], record['world_size'], [record], options.record)}")
+    say(f"plot {convergence([record], options.out)}")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print at once, also into a pipe."""
     print(text, flush=True)
 
 

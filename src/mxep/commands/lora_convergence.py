@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.bench.records import device_name, origin, write_records
-from mxep.commands.convergence import arm_of, missing_for_verdict
+from mxep.commands.convergence import arm_of, missing_for_verdict, say
 from mxep.device import default_device_type, resolve_gemm_path
 from mxep.models.loss import IGNORE
 from mxep.recipe import Recipe
@@ -46,7 +46,7 @@ def command(argv: Sequence[str]) -> int:
     options = _parse(argv)
     deadline = None if options.seconds is None else started + options.seconds
     device = torch.device(default_device_type() if options.device == "auto" else options.device)
-    corpus = load_corpus(options.data, ByteTokenizer(), report=_say)
+    corpus = load_corpus(options.data, ByteTokenizer(), report=say)
     held_out = held_out_batches(corpus.held_out, options.seq_len, options.batch, options.eval_tokens)
     records: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in ARMS}
     for seed in range(options.seeds):
@@ -54,7 +54,7 @@ def command(argv: Sequence[str]) -> int:
             sequences = TrainingSequences(corpus.train, options.seq_len, options.batch, seed=seed)
             found = _train(arm, seed, options, sequences, held_out, device, deadline)
             if found is None:
-                _say(f"stopped; the same command continues in {options.out}")
+                say(f"stopped; the same command continues in {options.out}")
                 return 0
             records[arm].append(found)
     data = {"documents": corpus.num_train_documents, "held_out_documents": corpus.num_held_out_documents, "fingerprint": corpus.fingerprint}
@@ -172,7 +172,7 @@ def _train(
         evaluated, stopped = step % options.eval_every == 0, deadline is not None and time.monotonic() > deadline
         if evaluated:
             records.append({"kind": "held_out", "step": step, "loss": _evaluate(model, held_out, device)})
-            _say(f"{arm}-seed{seed} step {step} of {options.steps}: held-out loss {records[-1]['loss']:.4f}")
+            say(f"{arm}-seed{seed} step {step} of {options.steps}: held-out loss {records[-1]['loss']:.4f}")
         if evaluated or stopped or step == options.steps:
             adapters = {name: parameter.detach() for name, parameter in trained.items()}
             partial = path.with_name(f".{path.name}.partial")
@@ -253,12 +253,8 @@ def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Names
         **compare_arms(runs, options.steps),
         **origin(f"{PROGRAM} --base FOLDER --out FOLDER {' '.join(asked)}"),
     }
-    _say(lora_convergence_table([record]))
+    say(lora_convergence_table([record]))
     if record["no_verdict"]:
-        _say(f"no verdict: {'; '.join(record['no_verdict'])}")
+        say(f"no verdict: {'; '.join(record['no_verdict'])}")
     if options.record is not None:
-        _say(f"record {write_records('lora_convergence', record['device'], 1, [record], options.record)}")
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+        say(f"record {write_records('lora_convergence', record['device'], 1, [record], options.record)}")

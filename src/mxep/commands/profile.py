@@ -71,7 +71,7 @@ def command(argv: Sequence[str]) -> int:
     device_type = default_device_type() if options.device == "auto" else options.device
     histogram = _histogram(options.histogram)
     if device_type == "cuda" and default_device_type() != "cuda":
-        raise ValueError("--device cuda, but torch sees no CUDA GPU here")
+        raise ValueError("--device cuda, but torch sees no CUDA GPU here; use --device cpu, or run `mxep doctor`")
     if not is_rank():
         return 1 if start_ranks(["profile", *argv], device_type, options.nproc) else 0
     with rank_group(True, device_type) as (device, group):

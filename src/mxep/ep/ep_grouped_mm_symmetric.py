@@ -41,7 +41,7 @@ from mxep.shapes import record_bytes, round_up
 
 _FORWARD, _BACKWARD = 2, 3  # the kind of an exchange, which every rank compares
 MOST_CHUNKS = 4
-LEAST_CHUNK_BYTES = 200 << 20  # of one rank's records: with smaller chunks the host, which launches their work, falls behind the GPU
+LEAST_CHUNK_BYTES = 200 << 20  # of one rank's records: with smaller chunks the host launches their work more slowly than the GPU does it
 # GEMMs of all chunks, if these are fewer; on four H200s 3 and 4 were no faster, and cost the host 0.3 to 1 ms more a call (2026-11-22).
 MOST_GEMMS = 2
 LEAST_GEMM_BYTES = 64 << 20  # of one rank's records that each of several GEMMs of a chunk reads; not tuned on GPUs

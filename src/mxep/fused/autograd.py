@@ -3,7 +3,7 @@
 forward   two functions.  `_FusedMoE` ends with what backward reads: route, dispatch, gate and up where they are kept.  `_Outputs` has the
           rest and saves nothing: the experts chunk by chunk (fused/expert_chunks.py), their sums, combine
 recomputation  a non-reentrant checkpoint stops once everything that it saved is there again.  So it runs `_Outputs` a second time only if
-          something behind the layer, in the same checkpoint, saves a tensor, and may have read the output
+          something after the layer, in the same checkpoint, saves a tensor: it may have read the output
 backward  dispatch the output's gradient, the experts' backward chunk by chunk, send the scores' gradients and dx to the tokens' ranks while
           the weights' gradients are computed, and the router's part as last term of dx
 """
@@ -30,14 +30,14 @@ from mxep.moe.expert_mlp import (
     ExpertLora,
     ExpertRows,
     ExpertWeights,
-    FirstProduct,
+    GateUp,
     NeedsGrad,
     activation_gradients,
     down_bias_gradients,
+    down_gemm,
     expert_gemms,
-    first_product,
+    gate_up_gemm,
     rows_gradient,
-    second_product,
     weight_gradients,
 )
 from mxep.moe.router import logits_backward, logits_of, route_tokens, router_gradients
@@ -178,7 +178,7 @@ def _backward_over_chunks(
         bias_scores = None if values is None else down_bias_gradients(values, weights, chunk, needs, grads)
         if not needs.activation:
             continue
-        kept = FirstProduct(gate_up, saved.xa) if chunk.last and gate_up is not None else None  # only the last chunk's was kept
+        kept = GateUp(gate_up, saved.xa) if chunk.last and gate_up is not None else None  # only the last chunk's was kept
         activation_grads = activation_gradients(grad, read_x, kept, weights, gemms, chunk, options.experts, needs, options.keep_as)
         # What other ranks wait for comes first: it is sent while the weights' gradients are computed.
         if activation_grads.scores is not None and needs.scores:
@@ -220,7 +220,7 @@ class _FusedMoE(torch.autograd.Function):
         caches: Caches,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor]]:
-        """(T, D) without values, which stands for the output; counts, shares and z; a function of the output's values."""
+        """(T, D) without values, in place of the output; counts, shares and z; a function of the output's values."""
         lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora)
         runtime, modes = options.runtime, options.scaling_modes
@@ -248,15 +248,15 @@ class _FusedMoE(torch.autograd.Function):
         keeps = saves and runtime.keep_first_product
         makes_both = saves and runtime.keep_dgrad_weights and gemm is not None and gemm.rebased is not None
         gate_up_form = gemms[0].make_both() if makes_both and needs.saves_gate_up_weight else (None, None)
-        kept = first_product(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
+        kept = gate_up_gemm(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
         down_form = gemms[1].make_both() if makes_both and needs.w2 else (None, None)
         gate_up, xa = (None, None) if kept is None else kept[:2]  # (P, 2H), (P, r)
 
         def outputs() -> Tensor:
             reduction = ChunkedReduction(dispatcher.combine)
             for chunk in chunks:
-                first = kept if chunk.last and kept is not None else first_product(rows, weights, gemms, chunk, options.experts)
-                out = second_product(first, weights, gemms, chunk, options.experts)  # (P, D)
+                first = kept if chunk.last and kept is not None else gate_up_gemm(rows, weights, gemms, chunk, options.experts)
+                out = down_gemm(first, weights, gemms, chunk, options.experts)  # (P, D)
                 del first
                 assert chunk.grad_map is not None
                 if chunk.last:

@@ -186,7 +186,7 @@ def fused_experts(
     if (w3 is not None and (layout != "concatenated" or not is_gated(activation))) or (w3 is None and b3 is not None):
         raise ValueError(
             f"{_GIVEN}: {'b3 without w3' if w3 is None else 'w3'} with layout={layout!r} and activation={activation!r}, want w3, and b3 "
-            "beside it alone, for gate and up that are not joined"
+            "with it, only for gate and up that are not concatenated"
         )
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
@@ -238,7 +238,7 @@ class FusedMoE(MoE):
         self, config: MoEConfig, recipe: str | Recipe | None = "mxfp8_wgrad_with_hp", runtime: RuntimeEPConfig | None = None
     ) -> None:
         if config.scores_before_experts:
-            raise ValueError("FusedMoE: scores_before_experts=True, want False: a token travels once for all of its choices; use MoE")
+            raise ValueError("FusedMoE: scores_before_experts=True, want False: a token is sent once for all of its choices; use MoE")
         super().__init__(config, recipe)
         self.runtime = runtime or RuntimeEPConfig()
 

@@ -18,7 +18,7 @@ _DISPATCH = ("rank_dedup", "all_to_all", "all_gather")
 _COMBINE = ("rank_dedup", "all_to_all", "reduce_scatter")
 _KEEP = (False, True, "mxfp8")
 _MAX_BYTES = 1 << 20  # of a file
-_WIRE = {"all_gather": "all_ranks", "reduce_scatter": "all_ranks"}  # see mxep.fused.dispatcher
+_MODE_OF = {"all_gather": "all_ranks", "reduce_scatter": "all_ranks"}  # see mxep.fused.dispatcher
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class RuntimeEPConfig:
 
     @property
     def wires(self) -> tuple[str, str]:
-        """Dispatch's and combine's modes see `mxep.fused.dispatcher`."""
-        return _WIRE.get(self.dispatch, self.dispatch), _WIRE.get(self.combine, self.combine)
+        """(mode of dispatch, mode of combine); see `mxep.fused.dispatcher`."""
+        return _MODE_OF.get(self.dispatch, self.dispatch), _MODE_OF.get(self.combine, self.combine)
 
     @property
     def number(self) -> int:

@@ -102,13 +102,13 @@ def rows_of_region(mode: str, most: int, per_token: int) -> int:
 
 
 def send_index(mode: str, experts: Tensor, num_local_experts: int, world: int, most: int) -> SymmetricSendIndex:
-    """The rows of an exchange on the rank of the tokens, of top-k ids (T, C); most: S."""
+    """The rows to which this rank sends its tokens, whose top-k ids are `experts` (T, C); most: S."""
     slots, return_slots, ranks = torch.ops.mxep.send_index(experts, mode, num_local_experts, world, most)
     return SymmetricSendIndex(slots, ranks if mode == "all_to_all" else None, return_slots)
 
 
 def score_slots(experts: Tensor, num_local_experts: int, most: int) -> Tensor:
-    """Of all ranks' regions of S rows of C scores, one for each token: where the rank of each expert (T, C) returns its score; most: S.
+    """Where the rank of each expert (T, C) returns the gradient of its score: a place in the W regions of S rows of C scores; most: S.
 
     >>> score_slots(torch.tensor([[0, 3], [2, 3]]), 2, 3).tolist()
     [[0, 7], [8, 9]]
@@ -145,8 +145,8 @@ class SymmetricRowExchange(NamedTuple):
     """The rows of an exchange on both sides.
 
     Attributes:
-        mode: see `mxep.fused.dispatcher`.  region: rows that a rank may send to another.
-        sent: of this rank's tokens.  row_map, row_slots: of its experts.
+        mode: see `mxep.fused.dispatcher`.  region: the number of rows that a rank may send to another.
+        sent: where this rank's tokens go.  row_map, row_slots: `RecvIndex` of this rank's experts.
     """
 
     transport: SymmetricTransport
@@ -317,7 +317,7 @@ class SymmetricDispatcher(NamedTuple):
     expected_rows: int | None
 
     def for_backward(self, reads_experts: bool) -> tuple[SymmetricDispatcher, tuple[Tensor | None, ...]]:
-        """Saves the top-k ids and scores, from which `refilled` computes everything else: what has P rows is large. They have `experts`.
+        """Saves the top-k ids (which give `experts`) and scores. `refilled` computes the rest again, since tensors of P rows are large.
 
         The number of expert rows is saved as the size of an empty tensor.  Under activation checkpointing the tensors that the second
         forward saves are used with the dispatcher of the first, and with `sync_row_count` their numbers of expert rows may differ.

@@ -6,9 +6,9 @@ Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_g
     wgrad   "hp": the operands' values.  "mx": the MX bytes that forward and dgrad read.  "mxfp8": both operands quantised 32x1 along M
 
 Rows are in the experts' order, or are read through a row map (P,): the source row of each row, -1 for padding.  Received rows are read
-through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers; where MX rows are multiplied
-in high precision, the pass that dequantises them does.  Rows that an activation makes come rebased (`GemmOptions.rebased`), and plain rows
-in the experts' order are quantised and rebased in one pass.
+through their map, so no copy in the experts' order is kept.  On the FP8 paths the rebase kernel also gathers.  Where MX rows are
+multiplied in high precision, the pass that dequantises them gathers.  Rows that an activation makes come rebased (`GemmOptions.rebased`).
+Plain rows in the experts' order are quantised and rebased in one pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WgradOut = torch.dtype | Tensor  # a new gradient's dtype, or a gradient that ea
 
 
 class GemmOptions(NamedTuple):
-    """What one grouped GEMM does apart from its operands; hashable, so that a graph can hold it."""
+    """How one grouped GEMM multiplies, without its operands; hashable, so that a compiled graph can hold it."""
 
     out_dtype: torch.dtype
     wgrad: str  # "hp", "mx" or "mxfp8", as in Recipe; "none" if the weight gets no gradient
@@ -117,7 +117,7 @@ class Forms(NamedTuple):
 
 
 class GemmOperands(NamedTuple):
-    """Rows as a GEMM and as a wgrad read them, None: not asked for; and the row map that both still need."""
+    """Rows in the form that a GEMM reads and in the form that a wgrad reads (None: not asked for), and the row map that both still need."""
 
     gemm: Tensor | RebasedRows | None
     wgrad: Operand | None
@@ -163,7 +163,7 @@ def gemm_operands(
 
 
 def _rebases(rows: Tensor, gemm: GemmOptions, row_map: Tensor | None) -> bool:
-    """Whether one pass makes of these rows what the GEMM reads: plain rows in order, on an FP8 path."""
+    """Whether one pass quantises and rebases these rows: plain rows in order, on an FP8 path."""
     return gemm.rebased is not None and row_map is None and not isinstance(rows, MXTensor)
 
 
@@ -228,7 +228,7 @@ def _quantize_weight(weight: Tensor, mode: str) -> Bytes:
     return direct.quantize(weight.contiguous(), mode)
 
 
-def _joined_bytes(parts: list[Tensor], dim: int) -> Tensor:
+def _concat_bytes(parts: list[Tensor], dim: int) -> Tensor:
     """Data or scales of several weights as one tensor."""
     return parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
 
@@ -333,7 +333,7 @@ class Weights:
         """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more."""
         if all(part.transposed == (which == "dgrad") for part in self._frozen):
             along = 1 if which == "forward" else 2
-            form = _joined_bytes([w.qdata for w in self._frozen], along), _joined_bytes([w.scale for w in self._frozen], along)
+            form = _concat_bytes([w.qdata for w in self._frozen], along), _concat_bytes([w.scale for w in self._frozen], along)
             return form if GEMM_PATHS[path].granularity is None else RebasedWeight(*direct.rebase_weight(*form))
         assert self.gemm is not None
         keeps = [part.kept for part in self._frozen if part.kept is not None]
@@ -369,7 +369,7 @@ class Weights:
             weight = self.concat()
             return [_quantize_weight(weight if name == "forward" else weight.transpose(-2, -1), mode) for name in names]
         first, second = self._parts[0], self._parts[1] if len(self._parts) > 1 else None
-        transposed = first.stride(-1) != 1 and first.stride(-2) == 1 and second is None  # read as it lies
+        transposed = first.stride(-1) != 1 and first.stride(-2) == 1 and second is None  # read without a copy
         directions = "forward" in names, "dgrad" in names
         rowwise, columnwise = directions[::-1] if transposed else directions
         rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
@@ -555,8 +555,8 @@ def wgrad_gate_up(
             if half is not None:
                 direct.copy_expert_grads(half, full, offs)
         return into[0], into[1]
-    values, halves = row_values(a, a_map, offs), list[Tensor | None]()
+    values, grads = row_values(a, a_map, offs), list[Tensor | None]()
     for part, half, need in zip(row_values(grad, None, offs).chunk(2, -1), into, needs, strict=True):
         out = dtype if new else half
-        halves.append(_wgrad_hp(out, part, values, offs) if need and out is not None else None)
-    return halves[0], halves[1]
+        grads.append(_wgrad_hp(out, part, values, offs) if need and out is not None else None)
+    return grads[0], grads[1]

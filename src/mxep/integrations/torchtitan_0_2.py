@@ -126,7 +126,7 @@ def _apply_expert_parallel(self: ExpertParallel, module: nn.Module, device_mesh:
     if recipe is None or type(self) is not ExpertParallel:
         return _torchtitan_apply(self, module, device_mesh)
     module._mxep_exchange = True  # type: ignore[assignment]
-    if hasattr(module, "_mxep_group"):  # fused: tokens travel inside of its forward
+    if hasattr(module, "_mxep_group"):  # fused: its forward exchanges the tokens
         shard_experts(module, device_mesh)
         module._mxep_group = device_mesh.get_group().group_name  # type: ignore[assignment]
         return module
@@ -134,7 +134,7 @@ def _apply_expert_parallel(self: ExpertParallel, module: nn.Module, device_mesh:
 
 
 def _can_fuse(layer: Any) -> bool:
-    """Whether it is torchtitan's own layer and experts, and its scores act after them: a token travels once for all of its choices."""
+    """True if layer and experts are torchtitan's own, and scores act after the experts: a token is then sent once for all its choices."""
     own = isinstance(layer, MoE) and type(layer).forward is MoE.forward and "forward" not in vars(layer)
     return own and not layer.score_before_experts and (type(layer.experts) is GroupedExperts or _is_gpt_oss(layer.experts))
 
@@ -175,7 +175,7 @@ def _check_exchange(module: nn.Module, inputs: tuple) -> None:
     if not getattr(module, "_mxep_exchange", False):
         raise ValueError(
             f"{_WHERE}: {type(module).__name__} was not sharded by torchtitan's ExpertParallel, so its tokens "
-            "would not travel as the recipe wants; use a model that is, or an expert parallel degree of 1"
+            "would not be exchanged by the recipe; use a model that is, or an expert parallel degree of 1"
         )
 
 

@@ -126,7 +126,7 @@ class MXFP8TokenDispatcher(AllToAllTokenDispatcher):
 
 
 class MXFP8RoutedExperts(RoutedExperts):
-    """torchtitan's region of routed experts as one function: a token travels once to each rank that has experts of it."""
+    """torchtitan's region of routed experts as one function: a token is sent once to each rank that holds any of its experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):

@@ -40,10 +40,10 @@ class TopKRouting:
 
 
 class TitanExpertWeights(NamedTuple):
-    """Of this rank's experts, DTensors or plain, as `fused_experts` has them.
+    """The weights of this rank's experts, DTensors or plain tensors, as `fused_experts` takes them.
 
     Attributes:
-        w1: gate (L, H, D) with w3, else gate and up joined (L, 2H, D) as `layout` says.  w2: down (L, D, H).  w3: up (L, H, D) or None.
+        w1: gate (L, H, D) with w3, else gate and up (L, 2H, D) as `layout` says.  w2: down (L, D, H).  w3: up (L, H, D) or None.
         b1, b2: biases (L, 2H) and (L, D), or None.  swiglu: its form.
     """
 

@@ -7,7 +7,7 @@ dense linear layers that gain, its loss, its norms, and its rotary embeddings.
 
 before    tokens (T, D) of this rank, their choices (T, C) and scores (T, C), from the model's router
 after     (T, D), the experts' rows weighted and summed over a token's choices; float32, rounded once
-host syncs  none; where tokens are exchanged one, for the splits, but for experts with one of mxep's activations over symmetric memory
+host syncs  none on one rank, and none for experts with one of mxep's activations over symmetric memory; else one, for the splits
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def register(recipe: str | Recipe | None = None, name: str = "mxep") -> None:
 def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, recipe: Recipe) -> Tensor:
     """Tokens (T, D), choices (T, C) int, scores (T, C) -> (T, D) in the tokens' dtype, by experts of transformers that are all here.
 
-    A choice that is the number of experts is of one elsewhere, and adds nothing: transformers' own EP implementations leave such choices.
-    Experts as `ExpertExchange` runs as one function run so here, too, by recipes with MXFP8 GEMMs and no 32x1 blocks, and with adapters by
-    recipes in high precision, for the activation in float32; inside of compiled
-    graphs, and where fewer experts are here than a token has choices, a row for each choice goes through them.
+    transformers' own EP implementations number a choice on another rank as `num_experts`; it adds nothing here.  Experts with one of mxep's
+    activations run as one function, by recipes with MXFP8 GEMMs and no 32x1 blocks.  With adapters they do so by recipes in high precision
+    too, since the activation is then in float32.  Otherwise each choice is one row of two grouped GEMMs: for other experts and recipes,
+    inside compiled graphs, and where a rank has fewer experts than a token has choices.
 
     Raises ValueError for weights of another dtype than bfloat16 or float32, and for widths that are no multiples of 32 in MXFP8.
     """
@@ -107,7 +107,7 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     activation = None if graph or few or not as_one else _activation_of_fused(experts)
     if activation is not None:
         (w1, b1), (w2, b2) = _parameters(experts)
-        options = {"group": "", "recipe": _without_wires(recipe), "lora": lora, **activation}
+        options = {"group": "", "recipe": _without_exchanges(recipe), "lora": lora, **activation}
         choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
         y = fused_experts(tokens, choices, top_k_weights, w1, b1, w2, b2, experts.num_experts, **options)
         return y.to(hidden_states.dtype)
@@ -119,14 +119,14 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
 class ExpertExchange(EPImplementation):
     """Each choice's token to its expert and back, and the experts' products, by a recipe.
 
-    Experts with one of mxep's activations run as one function (`mxep.fused_experts`): a token travels once to each rank, however many of
-    its experts are there.  Of others (another activation or gate, a norm after each expert) every choice travels.
+    Experts with one of mxep's activations run as one function (`mxep.fused_experts`): a token is sent once to each rank, however many
+    of its experts are there.  Other experts (another activation or gate, a norm after each expert) get a row for each choice.
 
     Ranks of a tensor parallel group hold the same tokens: each sends a slice of them, and the slices' outputs are gathered again.
     """
 
     def __init__(self, experts: Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, recipe: Recipe) -> None:
-        """Raises ValueError for experts that cannot be computed here: where a model is loaded, and not in its first step."""
+        """Raises ValueError for experts that cannot be computed here, so that loading the model fails and not its first step."""
         unknown = [name for name in _FORM if not hasattr(experts, name)]
         if unknown:
             raise ValueError(
@@ -174,7 +174,7 @@ class ExpertExchange(EPImplementation):
 
 
 def _row_dtype(experts: Module) -> torch.dtype:
-    """That of the weights, to which tokens are cast. Raises ValueError for one that no recipe multiplies."""
+    """The dtype of the weights, to which tokens are cast. Raises ValueError for one that no recipe multiplies."""
     dtype: torch.dtype = experts.down_proj.dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
@@ -185,8 +185,8 @@ def _row_dtype(experts: Module) -> torch.dtype:
 
 
 @functools.cache
-def _without_wires(recipe: Recipe) -> Recipe:
-    """The same GEMMs of tokens that no wire has rounded."""
+def _without_exchanges(recipe: Recipe) -> Recipe:
+    """The same GEMMs, without the rounding of an exchange: there is none."""
     return replace(recipe, name=f"{recipe.name}, on one rank", dispatch="hp", combine_backward="hp")
 
 
@@ -214,7 +214,7 @@ def _lora(experts: Module, dtype: torch.dtype) -> ExpertLora:
 
 
 def _parameters(experts: Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    """Weight (L, N, K) and bias (L, N) of the first and of the second product."""
+    """Weight (L, N, K) and bias (L, N) of the gate and up GEMM and of the down GEMM."""
     first, second = (
         (_weight(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None)
         for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")

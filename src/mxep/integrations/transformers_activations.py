@@ -39,7 +39,7 @@ _ACTIVATIONS: dict[type, ActivationName] = {nn.SiLU: "swiglu", **{type(ACT2FN[ke
 
 
 class ExpertActivation(NamedTuple):
-    """One of mxep's activations: how the first product joins gate and up, and the form where it is SwiGLU."""
+    """One of mxep's activations: how the first GEMM's output stores gate and up, and the form where it is SwiGLU."""
 
     activation: ActivationName
     layout: str

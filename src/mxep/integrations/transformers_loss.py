@@ -145,4 +145,4 @@ def _loss_function(state: LossState, original: Callable[..., Tensor], logits: Te
             "transformers_5.accelerate: the model changes its logits between its projection and its loss, or has another projection now, "
             "want the projection that was converted and its output as it is; undo the conversion, and accelerate(..., head=False)"
         )
-    return logits.clone()  # another tensor than the one that stands for the logits
+    return logits.clone()  # another tensor than the placeholder of the logits

@@ -11,6 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from mxep.field_types import check_field_types
@@ -384,7 +385,11 @@ def resolve_model(name: str, models: dict[str, ModelConfig] = MODELS) -> ModelCo
     """The preset of that name, or its first layers (`first_layers`). Raises ValueError, with the presets, if there is none."""
     preset, found = preset_of(name), _CUT.fullmatch(name)
     if preset not in models:
-        raise ValueError(f"model: {preset!r} is unknown, want one of {', '.join(models)}, or a folder with a config.json, or such a file")
+        near = get_close_matches(preset, models, n=1)
+        do = f"; the nearest is {near[0]}" if near else ""
+        raise ValueError(
+            f"model: {preset!r} is unknown, want one of {', '.join(models)}, or a folder with a config.json, or such a file{do}"
+        )
     named, shape = first_layers(preset, models[preset], None if found is None else int(found["layers"]))
     if named != name:
         raise ValueError(f"model: {name!r} is all of {preset}, want that name")

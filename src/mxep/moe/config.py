@@ -87,7 +87,8 @@ class MoEConfig:
         reachable = self.top_groups * (self.num_experts // self.num_groups)
         if self.top_k > reachable:
             raise ValueError(
-                f"MoEConfig: top_k={self.top_k}, but only {reachable} experts can be chosen ({self.top_groups} of {self.num_groups} groups)"
+                f"MoEConfig: top_k={self.top_k}, want at most {reachable}, the experts that a token can choose from ({self.top_groups} of "
+                f"{self.num_groups} groups); lower top_k, or raise top_groups or num_experts"
             )
         for name in ("num_shared_experts", "bias_update_rate", "balance_loss", "z_loss"):
             if getattr(self, name) < 0:
@@ -100,10 +101,8 @@ class MoEConfig:
 
 
 def check_activation(where: str, activation: ActivationName, swiglu: SwiGLU) -> None:
-    """Raise ValueError for an unknown activation, a form that is none, or one that is not plain beside another activation."""
+    """Raise ValueError for an unknown activation, a form that is none, or a form other than the plain one with another activation."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{where}: activation={activation!r}, want one of {', '.join(ACTIVATIONS)}")
     if not isinstance(swiglu, SwiGLU) or (activation != "swiglu" and swiglu != SwiGLU()):
-        raise ValueError(
-            f"{where}: swiglu={swiglu!r} with activation={activation!r}, want a mxep.SwiGLU, and activation='swiglu' beside it"
-        )
+        raise ValueError(f"{where}: swiglu={swiglu!r} with activation={activation!r}, want a mxep.SwiGLU, and activation='swiglu' with it")

@@ -4,11 +4,11 @@ before  rows (R, D), MX or plain, and where the rows of each expert are: `Expert
 after   rows (P, D) in the experts' order, each times its score where there are scores
 forward   gate and up in one GEMM -> (P, 2H), or (P, H) without a gate; bias and activation in float32, times the score, straight to the
           form that the down GEMM reads -> h (P, H); the down GEMM; its bias, times the score
-          Adapters add their two products, in high precision, to the result of the GEMM that they are beside, in one pass
+          An adapter adds its two products, in high precision, to the result of its weight's GEMM, in one pass
 backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
           The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
-saves     the callers keep gate and up, and not h: backward reads gate and up anyway and makes h again without another read.  Beside
-          adapters they keep the first one's small product too
+saves     the callers keep gate and up, and not h: backward reads gate and up anyway and computes h from them.  With an
+          adapter of gate and up they keep its rows between the two factors (P, R) too
 
 The score acts on h, since the down GEMM is linear.  On GPUs the activation is one pass where H is a multiple of 32, else plain torch
 operations in float32.
@@ -52,7 +52,7 @@ from mxep.shapes import MX_BLOCK
 class ExpertLora(NamedTuple):
     """Low-rank adapters (LoRA) of L experts: x @ w.T becomes x @ w.T + (x @ a.T) @ b.T, without a matrix of w's size.
 
-    Several adapters of a weight are joined along R, and an adapter's scaling is part of one of its factors.
+    Several adapters of a weight are concatenated along R, and an adapter's scaling is part of one of its factors.
 
     Attributes:
         a1: (L, R, D), R a multiple of 8 (pad with zeros); None for no adapter of w1 (and w3).
@@ -127,7 +127,7 @@ class ExpertRows(NamedTuple):
         token_map: (P,) int32, the dispatched row that each expert row reads, -1 in padding; None: row p reads row p.
         grad_map: the same for rows of the output's gradient.
         chunk: (2,) int32, first row and end of the chunk among all rows; None for all of them.
-        last: whether no chunk follows.
+        last: true if no chunk follows.
     """
 
     offs: Tensor
@@ -155,7 +155,7 @@ class Activation(NamedTuple):
 
 
 class ExpertOptions(NamedTuple):
-    """Everything about a call that is no tensor; hashable, so that a graph can hold it.
+    """The options of a call, without its tensors; hashable, so that a compiled graph can hold them.
 
     Attributes:
         gemm: None multiplies in high precision.
@@ -225,7 +225,7 @@ class NeedsGrad(NamedTuple):
 class ActivationGradients(NamedTuple):
     """Gradient of gate and up (P, 2H), h (P, H) times its score, and the scores' gradient (P,); None where it is not needed.
 
-    xa: that of `FirstProduct`.
+    xa: that of `GateUp`.
     d_xa, d_ha: gradients (P, R) of the rows between the two factors of the adapters of w1, which `rows_gradient` makes, and of w2; None
         without them.
     """
@@ -268,7 +268,7 @@ def _add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, offs: Tensor, row_ma
     return direct.add_group_lora(out, x, a, b, offs, row_map)
 
 
-class FirstProduct(NamedTuple):
+class GateUp(NamedTuple):
     """Gate and up (P, 2H) as they are kept, MX or plain; what an adapter's b1 (L, 2H, r) multiplied, (P, r); and h (P, H) where the pass
     that quantised gate and up made it, else None."""
 
@@ -277,29 +277,29 @@ class FirstProduct(NamedTuple):
     h: Forms | None = None
 
 
-def _first_product(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> FirstProduct:
+def _gate_up_gemm(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> GateUp:
     """Rows x (R, D) -> gate and up as they are."""
     gate_up, lora = forward_gemm(x, gemms[0], rows.offs, rows.token_map, options.padding_rows), weights.lora
     if lora.a1 is None or lora.b1 is None:
-        return FirstProduct(gate_up)
-    return FirstProduct(gate_up, _add_lora(gate_up, x, lora.a1, lora.b1, rows.offs, rows.token_map))
+        return GateUp(gate_up)
+    return GateUp(gate_up, _add_lora(gate_up, x, lora.a1, lora.b1, rows.offs, rows.token_map))
 
 
-def first_product(
+def gate_up_gemm(
     x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions, keep_as: str = ""
-) -> FirstProduct:
+) -> GateUp:
     """Rows x (R, D), MX or plain -> gate and up: all that backward reads of a forward.
 
     `keep_as`: scaling mode with which gate and up are returned as MX; "" returns them as they are.
     """
-    first = _first_product(x, weights, gemms, rows, options)
+    first = _gate_up_gemm(x, weights, gemms, rows, options)
     if not keep_as:
         return first
     h, gate_up = activate(first.gate_up, weights, rows, options, keep_as)
     return first._replace(gate_up=gate_up, h=h)
 
 
-def second_product(first: FirstProduct, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
+def down_gemm(first: GateUp, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> Tensor:
     """The experts' outputs (P, D): activation and down GEMM."""
     h = activate(first.gate_up, weights, rows, options, "")[0] if first.h is None else first.h
     form = next(form for form in (h.rebased, h.mx, h.hp) if form is not None)
@@ -329,7 +329,7 @@ def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: Exp
 
 
 def _operators(gate_up: Tensor, activation: Activation) -> Any:
-    """The operators, or their references for widths that the operators do not take; callers of MX have checked H."""
+    """The operators; their references for widths that the operators do not take.  Callers that want MX have checked H."""
     return direct if gate_up.shape[1] % (MX_BLOCK * (1 + is_gated(activation.name))) == 0 else reference
 
 
@@ -360,7 +360,7 @@ def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options:
 def activation_gradients(
     grad: Tensor,
     read_x: Callable[[], Tensor],
-    first: FirstProduct | None,
+    first: GateUp | None,
     weights: ExpertWeights,
     gemms: ExpertGemms,
     rows: ExpertRows,
@@ -370,11 +370,11 @@ def activation_gradients(
 ) -> ActivationGradients:
     """From the output's gradient (R, D), in the form that the GEMMs read.
 
-    `first` None: computed again from the rows that `read_x` returns, with the `keep_as` of `first_product`.
+    `first` None: computed again from the rows that `read_x` returns, with the `keep_as` of `gate_up_gemm`.
     """
     gemm, lora = options.gemm, weights.lora
     if first is None:
-        first = _first_product(read_x(), weights, gemms, rows, options)
+        first = _gate_up_gemm(read_x(), weights, gemms, rows, options)
         first = first._replace(gate_up=as_mx(first.gate_up, keep_as)) if keep_as else first
     dh = dgrad_gemm(grad, gemms[1], rows.offs, rows.grad_map, options.padding_rows)  # (P, H)
     d_ha = None
@@ -390,7 +390,7 @@ def rows_gradient(
 ) -> tuple[Tensor, ActivationGradients]:
     """The gradient of the rows, in the experts' order (P, D); and what `weight_gradients` reads of `activation_grads`, with d_xa.
 
-    The rows that this function alone reads are not in it, so that nobody need hold their memory.
+    The rows that this function alone reads are not in the result, so that their memory can be freed.
     """
     lora, d_gate_up = weights.lora, activation_grads.gate_up
     d_x = dgrad_gemm(dgrad_form(d_gate_up, options.gemm), gemms[0], rows.offs, padding_rows=options.padding_rows)
@@ -455,9 +455,9 @@ def weight_gradients(
             args = None, rows.token_map, weights.transposed("w1"), rows.last
             grads["w1"] = wgrad_gemm(d_gate_up, read_x(), offs, gemm, grads.pop("w1", dtype), *args)
         else:
-            halves = [grads.pop(name, None) for name in ("w1", "w3")]
-            both = wgrad_gate_up(d_gate_up, read_x(), offs, gemm, dtype, (needs.w1, needs.w3), rows.token_map, halves, rows.last)
-            grads |= {name: half for name, half in zip(("w1", "w3"), both, strict=True) if half is not None}
+            into = [grads.pop(name, None) for name in ("w1", "w3")]
+            both = wgrad_gate_up(d_gate_up, read_x(), offs, gemm, dtype, (needs.w1, needs.w3), rows.token_map, into, rows.last)
+            grads |= {name: part for name, part in zip(("w1", "w3"), both, strict=True) if part is not None}
     _lora_gradients(grad, read_x, activation_grads, weights, rows, options, needs, grads)
     if needs.b1 or needs.b3:
         values = activation_grads.gate_up.hp
@@ -518,5 +518,5 @@ def check_lora(where: str, x: Tensor, weights: ExpertWeights) -> None:
 
 
 def _add(grads: dict[str, Tensor], name: str, grad: Tensor) -> None:
-    """Adds up the gradient of a bias or of an adapter over the chunks: an expert's is 0 in all chunks but one."""
+    """Adds a chunk's gradient of a bias or of an adapter: an expert's is 0 in all chunks but one."""
     grads[name] = grads[name] + grad if name in grads else grad

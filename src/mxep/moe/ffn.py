@@ -2,7 +2,7 @@
 
 before, after  as in moe/experts.py, whose `Experts.fused` switches it on
 wgrad     "hp": gradients and h in high precision, and the values of x and dy.  "mx": the MX bytes of all four
-recomputation  the second product is a function of its own, which saves nothing: a checkpoint around the experts alone runs it once.  In
+recomputation  the down GEMM is a function of its own, which saves nothing: a checkpoint around the experts alone runs it once.  In
           `MoE` it runs again, since the gradient of the scores reads its result
 saves     x as it came (its MX bytes for "mx"), gate and up (P, 2H), but not h; on FP8 paths what dgrad reads of the weights of gate and up,
           which one pass makes with what forward reads
@@ -30,15 +30,15 @@ from mxep.moe.expert_mlp import (
     ExpertOptions,
     ExpertRows,
     ExpertWeights,
-    FirstProduct,
+    GateUp,
     NeedsGrad,
     activation_gradients,
     check_lora,
     down_bias_gradients,
+    down_gemm,
     expert_gemms,
-    first_product,
+    gate_up_gemm,
     rows_gradient,
-    second_product,
     weight_gradients,
 )
 from mxep.mx.compile import in_graph
@@ -62,7 +62,7 @@ def _check_weights(weights: ExpertWeights, gated: bool) -> None:
     if hidden % MX_BLOCK:
         raise ValueError(f"{_WHERE}: H = {hidden}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
     if apart and not gated:
-        raise ValueError(f"{_WHERE}: w3 is given, want None beside an activation without a gate")
+        raise ValueError(f"{_WHERE}: w3 is given, want None with an activation without a gate")
     rows = hidden if apart or not gated else 2 * hidden
     shapes = {"w1": (w1, (L, rows, width)), "w2": (w2, (L, width, hidden))} | ({"w3": (w3, (L, rows, width))} if w3 is not None else {})
     if any(tuple(w.shape) != shape or w.dtype != w1.dtype for w, shape in shapes.values()):
@@ -74,7 +74,7 @@ def _check_weights(weights: ExpertWeights, gated: bool) -> None:
             want = "None, as w3 is" if columns is None else f"({L}, {columns}) bfloat16 or float32"
             raise ValueError(f"{_WHERE}: {name} is {tuple(bias.shape)} {bias.dtype}, want {want}")
     if layout not in LAYOUTS or (apart and layout != "concatenated"):
-        raise ValueError(f"{_WHERE}: layout={layout!r}, want 'concatenated', or 'interleaved' for a joined w1 (and w3 None)")
+        raise ValueError(f"{_WHERE}: layout={layout!r}, want 'concatenated', or 'interleaved' for a w1 with gate and up (and w3 None)")
 
 
 def runs_fused(recipe: Recipe) -> bool:
@@ -106,12 +106,12 @@ class _ExpertFFN(torch.autograd.Function):
         options: ExpertOptions,
         caches: Caches,
     ) -> tuple[Tensor, Tensor]:
-        """(P, D) without values, which stands for the output; gate and up (P, 2H), for `_SecondProduct`."""
+        """(P, D) without values, in place of the output; gate and up (P, 2H), for `_DownGemm`."""
         lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
         weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), shared_form(x, options.gemm)
         gemms, needs = expert_gemms(weights, options, caches), _needs_grad(ctx)
         dgrad = gemms[0].make_both() if needs.saves_gate_up_weight else (None, None)
-        gate_up, xa, _ = first_product(x, weights, gemms, ExpertRows(offs), options)
+        gate_up, xa, _ = gate_up_gemm(x, weights, gemms, ExpertRows(offs), options)
         ctx.save_for_backward(*saved_tensors(x if needs.reads_x else None), gate_up, xa, offs, *dgrad, *weights.tensors)
         ctx.mark_non_differentiable(gate_up)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
@@ -132,7 +132,7 @@ class _ExpertFFN(torch.autograd.Function):
                 return data if scale is None else MXTensor(data, scale, ctx.x_dtype)
 
             grad = shared_form(grad, options.gemm)
-            inner = activation_gradients(grad, read_x, FirstProduct(gate_up, xa), weights, gemms, rows, options, needs)
+            inner = activation_gradients(grad, read_x, GateUp(gate_up, xa), weights, gemms, rows, options, needs)
             if needs.x:
                 d_x, inner = rows_gradient(inner, weights, gemms, rows, options)  # (P, D)
             weight_gradients(grad, read_x, inner, weights, gemms, rows, options, needs, made)
@@ -141,14 +141,14 @@ class _ExpertFFN(torch.autograd.Function):
 
 
 @in_graph
-class _SecondProduct(torch.autograd.Function):
+class _DownGemm(torch.autograd.Function):
     """Values for the tensor without values that `_ExpertFFN` returns, whose backward has the weights' gradients."""
 
     @staticmethod
     def forward(ctx: Any, empty: Tensor, gate_up: Tensor, *rest: Any) -> Tensor:
         """`rest`: all arguments of `_ExpertFFN` but the rows."""
         weights, (offs, options, caches) = ExpertWeights.of(rest[: len(TENSORS)]), rest[len(TENSORS) :]
-        return second_product(FirstProduct(gate_up), weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
+        return down_gemm(GateUp(gate_up), weights, expert_gemms(weights, options, caches), ExpertRows(offs), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -199,4 +199,4 @@ def expert_ffn(
     form = swiglu.limit, swiglu.alpha, swiglu.offset  # plain numbers: a graph holds no subclass of a tuple
     options = ExpertOptions(gemm, Activation(activation, given.layout, mode if gemm else "", form), weight_dtype)
     rest = (*given.tensors, offs, options, (kept.get("w13"), kept.get("w2")) if kept else (None, None))
-    return _SecondProduct.apply(*_ExpertFFN.apply(x, *rest), *rest)
+    return _DownGemm.apply(*_ExpertFFN.apply(x, *rest), *rest)

@@ -1,4 +1,4 @@
-"""Work beside the exchanges: on a second CUDA stream it starts before the first exchange and joins after the last one."""
+"""Work on a second CUDA stream during the exchanges: it starts before the first exchange and is joined after the last one."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Where the missing second derivative hides: with `create_graph=True` a backward of opaque operators returns gradients that no graph
 connects to the function's inputs.  `torch.autograd.once_differentiable` makes a second `.backward()` through them fail, but
-`torch.autograd.grad(first, x)` runs only what lies between `first` and x; nothing of that function does, so it would leave the
+`torch.autograd.grad(first, x)` runs only the graph between `first` and x; nothing of that function does, so it would leave the
 function's part out in silence wherever x is reached another way (a residual, a router).
 """
 

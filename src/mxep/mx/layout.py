@@ -1,6 +1,6 @@
 """The 128x4 blocked layout of scales that Blackwell's tensor cores read, and back.
 
-Scale rows are padded to 128 and columns to 4; every 128x4 tile lies as 512 contiguous bytes, the four 32-row parts of a tile
+Scale rows are padded to 128 and columns to 4; every 128x4 tile is 512 contiguous bytes, the four 32-row parts of a tile
 interleaved: byte (row % 32) * 16 + (row // 32) * 4 + column.  Source: cuBLAS, "1D block scaling factors layout".  Everything here
 is index arithmetic on the device of its input, without a host sync; padding bytes are zero.
 """

@@ -18,7 +18,8 @@ _MOVED = 6  # the exponent that moves from the scale to the data
 def mxfp4_to_mxfp8(blocks: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype = torch.bfloat16) -> MXTensor:
     """The values of MXFP4 blocks, as MXFP8.
 
-    2^6 moves from a block's scale to its data.  Less moves where the scale would fall below byte 1: byte 0 stands for a block of zeros.
+    2^6 moves from a block's scale to its data.  A smaller power of two moves if the scale would fall below byte 1, because byte 0 means a
+    block of zeros.
 
     Args:
         blocks: (..., D/32, 16) uint8, two e2m1 codes a byte, the first of them in the low four bits.

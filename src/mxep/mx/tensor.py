@@ -1,6 +1,6 @@
-"""`MXTensor`: e4m3 data and e8m0 scales in one self-checking object that travels through autograd, forward and as a gradient.
+"""`MXTensor`: e4m3 data and e8m0 scales in one self-checking object, which autograd takes as a value and as a gradient.
 
-A wrapper subclass: its shape and dtype are those of the values it stands for.  Kept in MX: detach, alias, clone, view_as itself and
+A wrapper subclass: its shape and dtype are those of the values that it represents.  Kept in MX: detach, alias, clone, view_as itself and
 moves between devices.  Every other operator sees the dequantised values, so code between the blocks never breaks.  Writing into an MX
 tensor is an error, since the written values would be lost.
 """

@@ -101,8 +101,8 @@ class MXWeight(MXTensor):
         """Raises ValueError for True: MX bytes cannot hold the sum of a weight and an update."""
         if requires_grad:
             raise ValueError(
-                f"{_WHERE}: requires_grad_(True) on a weight {tuple(self.shape)} that is frozen in MX, want an adapter (LoRA) beside it; "
-                "mxep.dequantize_base makes it bfloat16 again"
+                f"{_WHERE}: requires_grad_(True) on a weight {tuple(self.shape)} that is frozen in MX, want False; train an "
+                "adapter (LoRA), or make it bfloat16 again by mxep.dequantize_base"
             )
         return self
 

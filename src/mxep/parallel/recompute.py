@@ -47,8 +47,8 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
     """Let each block's forward run again in backward, in place; before `apply_fsdp`, after `compile_blocks`.
 
     The second forward ends with the last tensor that it has to save again (the early stop of torch.utils.checkpoint).  A `FusedMoE` saves
-    everything before its second product.  So where nothing behind it in the block saves a tensor, as a residual addition does not, its
-    second product, the sums and combine run once.  Otherwise they run again, because their result may have been read.
+    everything before its down GEMM.  If no later operation of the block saves a tensor (a residual addition does not), its down GEMM, the
+    sums and combine run once.  Otherwise they run again, because their result may have been read.
 
     Args:
         blocks: modules without randomness in forward.

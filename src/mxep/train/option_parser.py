@@ -154,31 +154,34 @@ def field_of(word: str) -> str | None:
     return option_names().get(word.partition("=")[0].removeprefix("--").replace("-", "_")) if word.startswith("--") else None
 
 
-def nearest(name: str) -> str:
-    """The most similar name of an option.
+def _hint(name: str, prefix: str = "") -> str:
+    """What to do about an unknown name of an option: the most similar name, if one is similar at all.
 
-    >>> nearest("training.step")
-    'training.steps'
+    >>> _hint("training.step"), _hint("learning_rate", "--")
+    ('the nearest is training.steps', '`mxep train --help` lists all options')
     """
-    return difflib.get_close_matches(name, option_names(), n=1, cutoff=0.0)[0]
+    near = difflib.get_close_matches(name, option_names(), n=1)
+    if not near:
+        return "`mxep train --help` lists all options"
+    return f"the nearest is {prefix}{near[0].replace('_', '-') if prefix else near[0]}"
 
 
 def check_names(argv: Sequence[str]) -> None:
-    """Raise ValueError for the first unknown option; the message has the most similar name."""
+    """Raise ValueError for the first unknown option; the message has a similar name if there is one."""
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         section, dot, last = name.rpartition(".")
         positive = section + dot + last.removeprefix("no_")  # flags can be switched off: --no-compile, --compile.no-enable
         if word.startswith("--") and not {name, positive} & {*option_names(), "help"}:
-            raise ValueError(f"there is no option {word.partition('=')[0]}; the nearest is --{nearest(name).replace('_', '-')}")
+            raise ValueError(f"there is no option {word.partition('=')[0]}; {_hint(name, '--')}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Values by field of `TrainConfig`; keys are names of options, dotted names may be tables. Keys in `TORCHTITAN_ONLY` are ignored.
 
     Raises:
-        ValueError: no such file, not TOML, an unknown key (the message has the most similar name), two names of one option, a value of the
-            wrong type, or a key of torchtitan with a value that mxep does not support.
+        ValueError: no such file, not TOML, an unknown key (the message has a similar name if there is one), two names of one option, a
+            value of the wrong type, or a key of torchtitan with a value that mxep does not support.
     """
     names, hints, values = option_names(), get_type_hints(TrainConfig), dict[str, Any]()
     for key, value in _read_pairs(path):
@@ -190,7 +193,7 @@ def read_toml(path: Path) -> dict[str, Any]:
                 raise ValueError(f"--config: {path}: {key} = {repr(value)[:80]}, which mxep does not have; want {want}, or no such key")
             continue
         if name not in names:
-            raise ValueError(f"--config: {path}: there is no option {key}; the nearest is {nearest(name)}")
+            raise ValueError(f"--config: {path}: there is no option {key}; {_hint(name)}")
         field = names[name]
         if field in values:
             raise ValueError(f"--config: {path}: {key} is given twice, under another name of --{field.replace('_', '-')}")
@@ -208,7 +211,7 @@ def passed_over(path: Path) -> list[str]:
 def _read_pairs(path: Path) -> list[tuple[str, Any]]:
     """(dotted key, value) of a TOML file. Raises ValueError if there is no such file or it is not TOML."""
     if not path.exists():
-        raise ValueError(f"--config: {path} does not exist")
+        raise ValueError(f"--config: {path} does not exist, want a TOML file of options")
     text = read_small_text(path, "--config")
     try:
         return list(_flat(tomllib.loads(text)))

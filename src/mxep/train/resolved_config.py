@@ -73,8 +73,9 @@ def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
     if config.shape is not None:
         return kept_model(config.shape, named or default_model(device_type), config.layers)
     folder = config.init_from
-    if folder is not None and folder.is_file():
-        raise ValueError(f"--init-from={folder} is a file, want the folder with its config.json and weights")
+    if folder is not None and not folder.is_dir():
+        got = "is a file" if folder.is_file() else "does not exist"
+        raise ValueError(f"--init-from={folder} {got}, want a Hugging Face folder with its config.json and weights")
     if named is None and folder is not None:
         named = str(folder)
     name, shape, notes = find_model(named or default_model(device_type), config.layers)
@@ -208,9 +209,9 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     ep = config.ep or max(fitting)
     if shards % ep:
         of = "" if shards == world else " of one stage and replica"
-        raise ValueError(f"--ep={ep} does not divide the {shards} ranks{of}")
+        raise ValueError(f"--ep={ep} does not divide the {shards} ranks{of}; choose a divisor, or leave --ep out")
     if shape.num_experts % ep:
-        raise ValueError(f"--ep={ep} does not divide the {shape.num_experts} experts of {model}")
+        raise ValueError(f"--ep={ep} does not divide the {shape.num_experts} experts of {model}; choose a divisor, or leave --ep out")
     if config.transport == "symmetric" and ep == 1:
         raise ValueError("--transport=symmetric with --ep=1, where no token leaves its rank; give another --ep or omit --transport")
     dims = ParallelDims(ep, tp, config.pp, config.dp_replicate, config.cp)

@@ -1,10 +1,11 @@
 """The training loop: build, step, evaluate, save, resume.
 
-GPUs and CPUs run the same code; GPUs compute in bf16, and in MXFP8 where the recipe says so, with float32 weights; CPUs in float32.
+GPUs and CPUs run the same code.  GPUs compute in bf16, and in MXFP8 where the recipe says so; CPUs compute in float32.  Weights are float32
+unless `dtype` is bfloat16.
 
-Gradients are sums over ranks (mxep.parallel). Every loss is divided by the number of valid tokens in the step, over all ranks and
-microbatches: the targets that are not IGNORE. A run's numbers therefore do not depend on how its batch is split. The balance loss is an
-exception: it is a mean over ranks and microbatches, unless its type is "global_aux_loss", and counts every token that is routed.
+Gradients are sums over ranks (mxep.parallel). Every loss is divided by the number of valid tokens (targets that are not IGNORE) in the
+step, over all ranks and microbatches. A run's numbers therefore do not depend on how its batch is split. The balance loss is an exception:
+it is a mean over ranks and microbatches, unless its type is "global_aux_loss", and counts every token that is routed.
 """
 
 from __future__ import annotations
@@ -244,8 +245,10 @@ class Trainer:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Facts about the run that are not options: ranks, device, GEMM path of the experts (None: bf16), the GPU's peak, transport, mode
-        of each layer of this rank that `--activation-checkpoint auto` chose (None: no choice), model and data.
+        """Facts about the run that are not options: ranks, device, the GPU's peak, transport, model, data.
+
+        `gemm_path`: of the experts, None for bf16.  `recompute`: the mode of each layer of this rank that `--activation-checkpoint auto`
+        chose, None if it chose none.
         """
         corpus, (total, active) = self.corpus, self.shape.parameters()
         return {
@@ -409,7 +412,7 @@ class Trainer:
         return torch.stack([loss_sum, grad_norm, *self.bias_hook.load(self.ranks.device)])
 
     def _count_everywhere(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """(targets that count, mean of the tokens that attention spans) over all ranks."""
+        """(number of targets, mean over the ranks of `attended_tokens`)."""
         counts = torch.tensor([self.microbatches.count_valid(batches), self.microbatches.attended_tokens(batches)], dtype=torch.float64)
         dist.all_reduce(counts)
         return float(counts[0]), float(counts[1]) / self.ranks.world
@@ -439,7 +442,7 @@ class Trainer:
             log.skipped_step(skipped)
 
     def _steps_taken(self) -> int:
-        """Launched steps without the skips that have been read; exact once all figures are read."""
+        """Launched steps minus those known to be skipped; exact once the figures of all steps are read."""
         return self.step_count - self.skipped.total
 
     def finish(self, launched: PendingStep) -> StepRecord:

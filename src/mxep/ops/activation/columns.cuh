@@ -5,7 +5,7 @@
 //   scales    the lanes share the blocks of dx and h among them: each finishes one maximum and makes one scale of it, which
 //             costs a third of the exchange and of the arithmetic for all in each
 
-// Constants that the launcher puts in front, beside those of eight_columns.cuh, whose WIDE is of x, dh and bias.
+// Constants that the launcher puts in front, besides those of eight_columns.cuh, whose WIDE is of x, dh and bias.
 // H: columns of h.  BIAS: 0 none, 1 bf16, 2 float32.  X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and
 // h are.
 

@@ -15,7 +15,7 @@ Below g = -88, where exp overflows, SwiGLU's s is 0 and h is zero.  Beyond 64 th
 keeps an overflow from meeting that zero.
 
 In other forms (`SwiGLU`: DeepSeek-V4 has a limit of 10, gpt-oss a limit of 7, alpha 1.702 and an offset of 1) g is the smaller of gate and
-limit, u is up clamped to the limit on both sides plus the offset, alpha g stands for g in s and inside of dgate's bracket, and what was
+limit, u is up clamped to the limit on both sides plus the offset, alpha g replaces g in s and inside of dgate's bracket, and what was
 clamped has no gradient:
 
     s = 1 / (1 + exp(-(alpha * g)))      h = (g * s) * u
@@ -49,7 +49,7 @@ class Function(Protocol):
     """One of the functions; `up` is None, and has no gradient, where it is not gated.
 
     Attributes:
-        gated: whether it has a gate beside up, 2H columns for H.
+        gated: whether it has a gate and an up, 2H columns for H of h.
     """
 
     gated: bool

@@ -61,8 +61,8 @@ class ExactPath:
         mostly_padding: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`grouped_wgrad_mx_gate_up`."""
-        values, halves = dequantize(*a, torch.bfloat16, a_map), dequantize(*grad, torch.bfloat16).chunk(2, 1)
-        gate, up = (grouped_wgrad_hp(half, values, offs, out_dtype, out) for half, out in zip(halves, outs, strict=True))
+        values, d_gate_up = dequantize(*a, torch.bfloat16, a_map), dequantize(*grad, torch.bfloat16).chunk(2, 1)
+        gate, up = (grouped_wgrad_hp(part, values, offs, out_dtype, out) for part, out in zip(d_gate_up, outs, strict=True))
         return gate, up
 
     def wgrad_columnwise(self, grad: Bytes, a: Bytes, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

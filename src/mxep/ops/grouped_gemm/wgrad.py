@@ -136,7 +136,7 @@ def grouped_wgrad_hp(
 
     Args:
         grad: (M, N) bf16 or float32.  a: (M, K), the same or the other of the two.  offs: (G,) int32 or int64 END offsets on the device.
-        out, accumulate, grad_map: as in the reference.  A gradient beside an `a` of few columns is read through its map, others are
+        out, accumulate, grad_map: as in the reference.  The gradient of an `a` of few columns is read through its map, others are
             gathered first.
 
     Returns:

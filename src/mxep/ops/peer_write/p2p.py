@@ -100,7 +100,7 @@ def p2p_scatter_rows(
     """Each row to its slots on other ranks: to addresses[ranks[t, j]] + slots[t, j] * pitch.
 
     Args:
-        rows: (T, D), of any dtype where they travel as they are.  slots: (T, J) int32, -1 for none.
+        rows: (T, D), of any dtype if they are sent as they are.  slots: (T, J) int32, -1 for none.
         ranks: (T, J) int32, or None: column j's are rank j's; to a rank that has no address nothing is sent here, the reference raises.
         addresses: of at most 32 ranks.  pitch: bytes.  mode: "" or a scaling mode's name; records want multiples of 16 for the last three.
     """

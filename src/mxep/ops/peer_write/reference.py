@@ -121,7 +121,7 @@ def p2p_scatter_rows(
     """Each row to its slots on other ranks: to addresses[ranks[t, j]] + slots[t, j] * pitch for every slots[t, j] that is not negative.
 
     Args:
-        rows: (T, D), of any dtype where they travel as they are.  slots: (T, J) int32, -1 for none; no two rows to one slot.
+        rows: (T, D), of any dtype if they are sent as they are.  slots: (T, J) int32, -1 for none; no two rows to one slot.
         ranks: (T, J) int32, whose slot it is, from 0 to W - 1; None: column j's are rank j's, and J is W.
         addresses: of the W ranks' memory, as this process sees it; the caller vouches for them.
         pitch: bytes from slot to slot.  mode: "": the bytes of the row; a scaling mode's name: its packed record, as of `quantize_packed`,

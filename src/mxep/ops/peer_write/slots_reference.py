@@ -92,7 +92,7 @@ def send_slots(
         stream: of the GPU, on which this runs; without effect here.
 
     Raises:
-        ValueError: rows that cannot travel as records, rounds that are larger than a slot.
+        ValueError: rows that cannot be sent as records, rounds that are larger than a slot.
     """
     size = sent_bytes("send_slots", rows, mode)
     counts = check_round("send_slots", messages, step, size, slot_bytes)

@@ -4,7 +4,7 @@
 // A block of threads walks over a region of row_steps x column_steps tiles; the next tile is asked for before this one is stored.
 // Scales wait in shared memory: a region writes its piece of a row of scales at once (4 bytes at a time cost a tenth of the speed).
 
-// Constants that the launcher puts in front, beside those of tile.cuh.
+// Constants that the launcher puts in front, besides those of tile.cuh.
 // ROW_STEPS, COLUMN_STEPS: the most of a region.  BAND: regions above each other that go first.  MIN_BLOCKS: on a multiprocessor.
 
 constexpr int TILE_BLOCKS = COLUMNS / 32;

@@ -122,7 +122,7 @@ def quantize_rowwise_columnwise(x: torch.Tensor, scaling_mode: str) -> tuple[tor
 
 
 def quantize_packed(x: torch.Tensor, scaling_mode: str) -> torch.Tensor:
-    """Quantise 1x32 into packed records, the form that travels.
+    """Quantise 1x32 into packed records, the form in which rows are exchanged.
 
     Args:
         x: (T, D) bf16 or float32, D a multiple of 32.

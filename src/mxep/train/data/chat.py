@@ -72,7 +72,7 @@ class ChatTemplate:
         return list(self._tokenizer(self.render(messages, generation_prompt), add_special_tokens=False)["input_ids"])
 
     def end_of_turn(self) -> set[int]:
-        """The special token that the template puts last behind an assistant's message, which need not be EOS; empty if there is none."""
+        """The last special token that the template puts after an assistant's message, which need not be EOS; empty if there is none."""
         asked, answered = {"role": "user", "content": "a"}, {"role": _ASSISTANT, "content": "a"}
         written = self.encode([asked, answered])[len(self.encode([asked], generation_prompt=True)) :]
         special = set(self._tokenizer.get_added_vocab().values())
@@ -82,7 +82,7 @@ class ChatTemplate:
         """(ids, whether the assistant wrote each token) of a whole conversation.
 
         A template with `{% generation %}` marks the assistant's tokens itself. For others they are those between the prompt that asks for
-        the message and the end of what the template puts behind the message's content.
+        the message and the end of what the template puts after the message's content.
 
         Raises:
             ValueError: the template failed, or has no marks and the assistant's messages cannot be found.
@@ -105,10 +105,10 @@ class ChatTemplate:
         until = [*messages[:index], messages[index]]
         other = {**messages[index], "content": _PROBE}
         prompt = self.render(messages[:index], generation_prompt=True) if index else None
-        behind = _common_end(text, self.render([*messages[:index], other, *messages[index + 1 :]]))
+        after = _common_end(text, self.render([*messages[:index], other, *messages[index + 1 :]]))
         closing = _common_end(self.render(until), self.render([*messages[:index], other]))
-        content_end = len(text) - len(behind)
-        if prompt is None or not text.startswith(prompt) or not behind.startswith(closing):
+        content_end = len(text) - len(after)
+        if prompt is None or not text.startswith(prompt) or not after.startswith(closing):
             raise ValueError(
                 f"the chat template does not show where the assistant's message {index + 1} is; want one with {{% generation %}} around it"
                 + ("" if index else ", or a conversation that begins with another role")

@@ -344,7 +344,8 @@ def find_sources(data: Sequence[str]) -> list[Source]:
         elif matches := sorted(match for match in glob.glob(pattern, recursive=True) if Path(match).is_file()):
             found.append(Source(name, tuple(map(Path, matches))))
         else:
-            raise ValueError(f"data: {name} {'matches no file' if glob.has_magic(pattern) else 'does not exist'}")
+            got = "matches no file" if glob.has_magic(pattern) else "does not exist"
+            raise ValueError(f"data: {name} {got}, want a file, a folder, or a pattern of files; name another text with --data")
     return found
 
 
@@ -361,9 +362,7 @@ def stream_documents(sources: Sequence[Source], rows: RowReader = _TEXT_ROWS) ->
         found, skipped = False, []
         if not source.searched and (unread := [path for path in source.files if parse_suffixes(path)[0] in _OTHER_ROWS]):
             named = f"{unread[0]}" + (f" and {len(unread) - 1} more" if len(unread) > 1 else "")
-            warnings.warn(
-                f"data: {named}: read as plain text as it stands; rows are read from .jsonl, .parquet and .arrow, rename or convert it"
-            )
+            warnings.warn(f"data: {named}: read as plain text; rows are read from .jsonl, .parquet and .arrow, rename or convert it")
         for path in source.files:
             before = True  # no document of this file yet
             try:

@@ -242,7 +242,7 @@ def check_origin(tokenizer: Tokenizer, folder: Path) -> str:
 def _tokenizer_file(path: Path) -> Path:
     path = path.expanduser()
     if not path.exists():
-        raise ValueError(f"tokenizer: {path} does not exist")
+        raise ValueError(f"tokenizer: {path} does not exist, want a tokenizer.json or its folder; without --tokenizer tokens are bytes")
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.is_file():
         return file

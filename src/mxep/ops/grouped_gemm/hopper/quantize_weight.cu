@@ -9,17 +9,17 @@
 // Turns alternate between 1 and 2, and 2 lags behind by a group and LAG tiles, so that it reads what L2 still holds: memory sees one read.
 // Blocks of threads draw turns in order, so a turn waits only for turns that other running blocks have drawn.
 
-// Constants that the launcher puts in front, beside those of tile.cuh.
+// Constants that the launcher puts in front, besides those of tile.cuh.
 // COLUMNS_TOO: the transposed form is wanted.  ROUND: float32 is rounded to bf16 first.  MX: x is e4m3 with an e8m0 scale per 32 columns,
 // which becomes bf16 in registers.  LAG: in tiles.  MIN_BLOCKS: on a multiprocessor.
 
 struct Part { const u8* x; long long group_bytes, row_bytes; };
-struct Weight {                                          // two weights (G, R, C) joined along R; `split` rows of each group are the first's
+struct Weight {                                          // weights (G, R, C) concatenated along R; `split` rows of a group are the first's
   Part first, second;
   int split, R, C, G;
 };
 
-struct WeightScales { Part first, second; };             // of an MX weight: (G, R, C/32) bytes, joined along R as well
+struct WeightScales { Part first, second; };             // of an MX weight: (G, R, C/32) bytes, concatenated along R as well
 
 struct Results {                                         // contiguous; counters and scales are 0 when the kernel starts
   u8 *q, *qt;                                            // (G, R, C), (G, C, R)

@@ -64,7 +64,7 @@ def _kernel(item_bytes: int, rowwise: bool, columnwise: bool, rounds: bool, scal
 def _arguments(
     weights: _Parts, scales: _Parts, split: int, R: int, C: int, G: int, q: int, qt: int, words: int, scale_words: tuple[int, int]
 ) -> Arguments:
-    """Of the weights and of their scales; the words behind the results' scales are `seen` (G,) and `turn`."""
+    """Of the weights and of their scales; the words after the results' scales are `seen` (G,) and `turn`."""
     scale_t, seen = words + 4 * scale_words[0], words + 4 * sum(scale_words)
     results = _Results(q or None, qt or None, words, scale_t, seen + 4 * G, seen)
     weight = _Weight(*(_Part(*part) for part in weights), split, R, C, G)
@@ -95,7 +95,7 @@ def quantize_weight(
         scaling_mode: a scaling mode's name.
         rowwise: whether the form along C, which forward reads, is wanted.  columnwise: that of the transpose, which dgrad reads.
         round_to_bf16: float32 is rounded to bf16 before it is quantised.
-        scale: None, or the scale (G, R, C/32) float8_e8m0fnu of `first`, which then is MX and stands for its values in bf16, as
+        scale: None, or the scale (G, R, C/32) float8_e8m0fnu of `first`, which then is MX and represents its values in bf16, as
             `dequantize` gives them.  second_scale: the same of `second`.
 
     Returns:

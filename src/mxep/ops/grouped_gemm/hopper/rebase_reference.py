@@ -54,7 +54,7 @@ class RebasedRows(NamedTuple):
         scale: (P,) float32, the row's power of two; negative for a wide row.
         block_scale: (ceil(D/128), P) float32, a wide row's factors of that power of two per 128 columns, most of them 1; undefined in
             other rows.  None where no row may be wide.
-        spread: (P,) uint8, largest minus smallest exponent of the blocks that hold anything but zeros; None: nobody asked.
+        spread: (P,) uint8, largest minus smallest exponent of the blocks that hold anything but zeros; None: not asked for.
     """
 
     data: torch.Tensor
@@ -270,9 +270,9 @@ def quantize_weight(
     scale: torch.Tensor | None = None,
     second_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """`rebase_weight` of a weight (G, R, C), or of two joined along R, quantised along C (rowwise) and along R (columnwise, transposed).
+    """`rebase_weight` of a weight (G, R, C), or of two concatenated along R, quantised along C (rowwise) and along R (columnwise).
 
-    Weights with scales are MX, and stand for their values in bf16.
+    The columnwise form is transposed.  Weights with scales are MX, and represent their values in bf16.
     """
     check_weight("quantize_weight", first, second, scaling_mode, rowwise, columnwise, scale, second_scale)
     first = first if scale is None else dequantize(first, scale, torch.bfloat16)
