@@ -108,7 +108,7 @@ def test_layers_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
     def on_a_gpu(model: Any, gib: float) -> Any:
         made.append([module for module in model.modules() if hasattr(module, "gradient_checkpointing") and hasattr(module, "self_attn")])
-        return budget(model, gib, lambda: peak(CPU))
+        return budget(model, gib, lambda: (0, peak(CPU)))
 
     monkeypatch.setattr("mxep.integrations.transformers_recompute.RecomputeBudget", on_a_gpu)
     sizes = TINY._replace(layers=4, memory_gib=2.5, warm_up=finetune_arms.BUDGET_STEPS)

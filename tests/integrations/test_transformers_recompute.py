@@ -32,36 +32,47 @@ def recomputed(model: nn.Module) -> list[bool]:
     return [layer.gradient_checkpointing for layer in model.model.layers]
 
 
-def peaks(
-    model: nn.Module, base: float, of_a_layer: float, elsewhere: float = 0.0, size: Callable[[], float] = lambda: 1.0
-) -> Callable[[], int]:
-    """Of a step: what is always there, and a layer or more whose activations exist at once, or the peak of something else."""
+def memory(
+    model: nn.Module, always: float, of_a_layer: float, elsewhere: float = 0.0, size: Callable[[], float] = lambda: 1.0
+) -> Callable[[], tuple[int, int]]:
+    """Of a step: what is always there, and with it a layer or more whose activations exist at once, or the peak of something else."""
 
-    def peak() -> int:
+    def measure() -> tuple[int, int]:
         kept = recomputed(model).count(False)
-        return int(GIB * max(base + size() * of_a_layer * max(kept, 1), elsewhere))
+        return int(GIB * always), int(GIB * (always + max(size() * of_a_layer * max(kept, 1), elsewhere)))
 
-    return peak
+    return measure
 
 
 @pytest.mark.parametrize(
     ("gib", "elsewhere", "kept"),
-    [(20.0, 0.0, 5), (16.5, 0.0, 3), (100.0, 0.0, 12), (13.0, 0.0, 1), (11.5, 0.0, 0), (20.0, 15.0, 5)],
-    ids=["some", "no more than measured", "all", "the last one", "none", "a peak that is not of layers"],
+    [(20.0, 0.0, 5), (16.5, 0.0, 3), (100.0, 0.0, 12), (13.0, 0.0, 1), (11.5, 0.0, 0), (20.0, 5.0, 5), (20.0, 9.9, 3)],
+    ids=[
+        "some",
+        "no more than measured",
+        "all",
+        "the last one",
+        "none",
+        "a peak of something else",
+        "a higher one, that leaves no room to try",
+    ],
 )
 def test_as_many_layers_as_fit(gib: float, elsewhere: float, kept: int) -> None:
     model = model_of()
-    budget = RecomputeBudget(model, gib, peaks(model, 10.0, 1.9, elsewhere))
-    for _ in range(8):
+    budget = RecomputeBudget(model, gib, memory(model, 10.0, 1.9, elsewhere))
+    peaks = []
+    for _ in range(9):
+        peaks.append(budget._measure()[1] / GIB)
         budget.after_step()
     assert (budget.kept, budget.settled) == (kept, True)
+    assert max(peaks) <= max(gib, 10.0 + 1.9 * 3), "no step exceeds the limit, but for those that measure"
     assert recomputed(model) == [True] * (LAYERS - kept) + [False] * kept
     assert str(budget) == f"{LAYERS - kept} of 12 layers are recomputed"
 
 
 def test_a_larger_batch_lets_more_layers_be_recomputed() -> None:
     model, size = model_of(), 1.0
-    budget = RecomputeBudget(model, 20.0, peaks(model, 10.0, 1.0, size=lambda: size))
+    budget = RecomputeBudget(model, 20.0, memory(model, 10.0, 1.0, size=lambda: size))
     for _ in range(5):
         budget.after_step()
     assert budget.kept == 10
@@ -81,13 +92,13 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="Linear has no layers that transformers can recompute"):
         RecomputeBudget(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="gib=0"):
-        RecomputeBudget(model_of(2), 0, lambda: 1)
+        RecomputeBudget(model_of(2), 0, lambda: (1, 2))
     with pytest.raises(ValueError, match="no layer is recomputed; call model"):
-        RecomputeBudget(model_of(2, recomputes=False), 1.0, lambda: 1).after_step()
+        RecomputeBudget(model_of(2, recomputes=False), 1.0, lambda: (1, 2)).after_step()
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="2 processes, want one"):
-        RecomputeBudget(model_of(2), 1.0, lambda: 1)
+        RecomputeBudget(model_of(2), 1.0, lambda: (1, 2))
 
 
 def test_under_a_trainer(tmp_path: Path) -> None:
@@ -101,7 +112,7 @@ def test_under_a_trainer(tmp_path: Path) -> None:
             str(tmp_path), per_device_train_batch_size=1, max_steps=6, logging_steps=1, gradient_checkpointing=True, use_cpu=True,
             report_to=[], save_strategy="no", disable_tqdm=True, seed=0,
         )  # fmt: skip
-        budget = RecomputeBudget(model, 13.5, peaks(model, 10.0, 1.0))
+        budget = RecomputeBudget(model, 13.5, memory(model, 10.0, 1.0))
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[budget] if budgeted else [])
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

@@ -28,22 +28,23 @@ _FIRST = 2  # layers kept beside the last one to find what a layer takes
 class RecomputeBudget(TrainerCallback):
     """Keeps the activations of as many decoder layers as a memory limit allows; the others are recomputed in backward.
 
-    The first four steps or so measure.  Step 1 makes the optimizer's state.  Steps 2 and 3 keep one and three layers; from their peaks of
-    allocated memory follows how many fit, and later steps correct it.  Keeping the last layer is free: a layer that is recomputed exists
-    whole, too.  A later step above the limit lets more layers be recomputed.  Batches should be of one size, or the largest come first.
+    The first steps measure.  Step 1 makes the optimizer's state.  Steps 2 and 3 keep one and three layers; from their peaks of allocated
+    memory follows how many fit, and the next steps correct it.  Keeping the last layer is free: a layer that is recomputed exists whole,
+    too.  A later step above the limit lets more layers be recomputed.  Batches should be of one size, or the largest come first.
 
     Args:
         model: a model of transformers, or a wrapper such as peft's, on one GPU and trained by one process.  Its activation checkpointing is
             on before the first step ends (`model.gradient_checkpointing_enable()`, or the Trainer's `gradient_checkpointing=True`).
         gib: how much memory a step may allocate, in GiB; None: 90% of the GPU's.
-        peak_bytes: returns the peak of the last step; None: of torch's allocator, whose statistic starts anew with each change of `kept`.
+        measure: returns the bytes that are allocated after a step and the step's peak; None: of torch's allocator, whose peak starts anew
+            with each change of `kept`.
 
     Attributes:
         kept: how many layers are kept now, the last ones of the model.
         settled: the number changes no more unless a step exceeds the limit.
 
     Raises:
-        ValueError: no decoder layers, no GPU and no `peak_bytes`, or several processes, whose exchanges would no longer match.
+        ValueError: no decoder layers, no GPU and no `measure`, or several processes, whose exchanges would no longer match.
 
     Examples:
         >>> from mxep.integrations.transformers_recompute import RecomputeBudget
@@ -55,7 +56,7 @@ class RecomputeBudget(TrainerCallback):
         >>> # or Trainer(model, arguments, callbacks=[RecomputeBudget(model)], ...)
     """
 
-    def __init__(self, model: nn.Module, gib: float | None = None, peak_bytes: Callable[[], int] | None = None) -> None:
+    def __init__(self, model: nn.Module, gib: float | None = None, measure: Callable[[], tuple[int, int]] | None = None) -> None:
         self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not self._layers:
             raise ValueError(
@@ -64,13 +65,13 @@ class RecomputeBudget(TrainerCallback):
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(f"{_WHERE}: {dist.get_world_size()} processes, want one: each would recompute other layers; recompute all")
         device = next(model.parameters()).device
-        if peak_bytes is None and device.type != "cuda":
+        if measure is None and device.type != "cuda":
             raise ValueError(f"{_WHERE}: a model on {device}, want it on a GPU, whose allocator counts; move it there first")
         if gib is not None and not gib > 0:
             raise ValueError(f"{_WHERE}: gib={gib}, want more than 0, or None for 90% of the GPU's memory")
         self._limit = _SHARE * total_memory(device) if gib is None else gib * 2**30
-        self._gpu = device if peak_bytes is None else None
-        self._peak_bytes = peak_bytes or partial(torch.cuda.max_memory_allocated, device)
+        self._gpu = device if measure is None else None
+        self._measure = measure or partial(_allocated, device)
         self._steps, self._before = 0, (0, 0)  # a number of kept layers, and its peak
         self.kept, self.settled = 0, False
 
@@ -79,8 +80,8 @@ class RecomputeBudget(TrainerCallback):
         self._steps += 1
         if self._steps == 1 and not any(layer.gradient_checkpointing for layer in self._layers):
             raise ValueError(f"{_WHERE}: no layer is recomputed; call model.gradient_checkpointing_enable() before the first step")
-        peak, was_settled = self._peak_bytes(), self.settled
-        kept = 1 if self._steps == 1 else self._next(peak)
+        (always, peak), was_settled = self._measure(), self.settled
+        kept = 1 if self._steps == 1 else self._next(always, peak)
         if self.settled and not was_settled:
             _log.info("%s of at most %.1f GiB, the last step took %.1f", self, self._limit / 2**30, peak / 2**30)
         if kept != self.kept:
@@ -90,8 +91,8 @@ class RecomputeBudget(TrainerCallback):
             if self._gpu is not None:
                 torch.cuda.reset_peak_memory_stats(self._gpu)
 
-    def _next(self, peak: int) -> int:
-        """How many layers the next step keeps, after one with that peak."""
+    def _next(self, always: int, peak: int) -> int:
+        """How many layers the next step keeps, after one with that peak; `always`: what is allocated after it, too."""
         kept, (kept_before, peak_before) = self.kept, self._before
         if self._steps == 2:
             self._before = kept, peak
@@ -102,8 +103,9 @@ class RecomputeBudget(TrainerCallback):
             return max(0, kept - math.ceil((peak - self._limit) / of_a_layer)) if of_a_layer > 0 else 0
         if self.settled:
             return kept
-        # Where kept layers have not made the peak yet, the next step keeps twice as many.
-        grown = kept + int((self._limit - peak) / of_a_layer) if of_a_layer > 0 else 2 * kept
+        # As long as something else makes the peak, it has hardly grown; a layer cannot take more than its share of what comes and goes.
+        at_most = (peak - always) / kept
+        grown = kept + int((self._limit - peak) / (of_a_layer if of_a_layer > at_most / 4 else at_most))
         self._before = kept, peak
         self.settled = min(grown, len(self._layers)) == kept
         return min(grown, len(self._layers))
@@ -115,3 +117,7 @@ class RecomputeBudget(TrainerCallback):
     def __str__(self) -> str:
         """What is recomputed."""
         return f"{len(self._layers) - self.kept} of {len(self._layers)} layers are recomputed"
+
+
+def _allocated(gpu: torch.device) -> tuple[int, int]:
+    return torch.cuda.memory_allocated(gpu), torch.cuda.max_memory_allocated(gpu)
