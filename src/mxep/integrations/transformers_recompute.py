@@ -83,7 +83,9 @@ class RecomputeBudget(TrainerCallback):
         (always, peak), was_settled = self._measure(), self.settled
         kept = 1 if self._steps == 1 else self._next(always, peak)
         if self.settled and not was_settled:
-            _log.info("%s of at most %.1f GiB, the last step took %.1f", self, self._limit / 2**30, peak / 2**30)
+            _log.info(
+                "%d of %d layers are kept; the last step took %.1f of %.1f GiB", kept, len(self._layers), peak / 2**30, self._limit / 2**30
+            )
         if kept != self.kept:
             self.kept = kept
             for index, layer in enumerate(self._layers):
