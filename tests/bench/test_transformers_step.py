@@ -33,6 +33,18 @@ def test_a_wrong_arm_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.run("transformers-step", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
 
 
+def test_an_arm_without_a_gradient_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, missing = transformers_step.StepProblem._results, "model.layers.1.self_attn.q_proj.weight"
+
+    def without(problem: transformers_step.StepProblem, arm: str) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in plain(problem, arm).items() if (arm, name) != ("mxep_mx", missing)}
+
+    monkeypatch.setattr(transformers_step.StepProblem, "_results", without)
+    problem = transformers_step.StepProblem(registry.Setting(CPU))
+    problem.case()
+    assert f"worst gradient {missing}: -inf dB" in str(problem.check())
+
+
 def test_an_arm_that_changes_parameters_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = transformers_step.StepProblem._forward
 

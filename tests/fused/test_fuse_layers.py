@@ -97,6 +97,10 @@ def test_an_adapter_in_the_gates_place_is_refused() -> None:
     layer.router.gate = Adapter(32, 4, bias=False)
     with raises_naming("FusedMoE: router.gate is a Adapter", "want a torch.nn.Linear", "or use MoE"):
         layer(torch.randn(3, 32))
+    layer.router.gate = nn.Linear(32, 4, bias=False)
+    layer.router.gate.forward = torch.tanh
+    with raises_naming("FusedMoE: router.gate is a Linear with a forward of its own", "or use MoE"):
+        layer(torch.randn(3, 32))
 
 
 def test_the_form_of_swiglu_is_the_experts_own() -> None:

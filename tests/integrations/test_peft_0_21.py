@@ -501,6 +501,37 @@ def test_a_dense_layer_without_a_graph(kind: str) -> None:
             assert torch.equal(model(x), want)
 
 
+@pytest.mark.parametrize("lead", [(), (0,), (2, 0), (1,), (3, 1, 5)], ids=str)
+@pytest.mark.parametrize("kind", DENSE)
+def test_rows_of_a_dense_layer_of_any_shape_and_strides(kind: str, lead: tuple[int, ...]) -> None:
+    """As the same rows in order in one matrix; without rows the gradients are zeros."""
+    model, found = dense(kind), []
+    x, dy = (torch.randn(width, *lead, generator=torch.Generator().manual_seed(width)).bfloat16().movedim(0, -1) for width in (64, 96))
+    for rows, dys in ((x, dy), (x.reshape(-1, 64).contiguous(), dy.reshape(-1, 96).contiguous())):
+        model.zero_grad()
+        rows = rows.detach().requires_grad_()
+        y = model(rows)
+        assert (y.shape, y.dtype) == (dys.shape, torch.bfloat16)
+        y.backward(dys)
+        grads = [parameter.grad.clone() for name, parameter in model.named_parameters() if "lora_" in name]
+        found.append([y.detach().flatten(), rows.grad.flatten(), *grads])
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+    assert x.numel() or not any(grad.count_nonzero() for grad in found[0])
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_dense_layer_twice_in_a_graph_copied_and_recomputed_reentrantly(kind: str) -> None:
+    model = dense(kind)
+    want = results(model)
+    copied = copy.deepcopy(model)
+    assert all(torch.equal(value, want[name]) for name, value in results(copied).items())
+    again = results(model, lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True))
+    assert all(torch.equal(value, want[name]) for name, value in again.items())
+    twice = results(model, lambda x: model(x) + model(x))
+    assert set(twice) == set(want)
+    assert all(torch.equal(value, 2 * want[name]) for name, value in twice.items())
+
+
 def test_a_dense_layer_below_the_rows_of_mx() -> None:
     """By `hp_below_rows` the layer multiplies in high precision, as the same layer of torch does."""
     mx, plain = dense("MXLinear, frozen in MX"), dense("torch, frozen in MX")

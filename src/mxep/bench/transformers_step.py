@@ -13,8 +13,7 @@ The model is Qwen3-30B-A3B cut to 8 layers, with random weights in bf16; a step 
 
 An arm in bf16 that does not import, fails, or changes a parameter without the optimizer, is named and left out, but for `grouped_mm`.  The
 check compares every arm's first loss and the gradients of the first and last layer, without the routers', with those of `grouped_mm`;
-compiled arms come last.  The limit is one dense GEMM for each product
-with weights, in FP8, and nothing else.
+compiled arms come last.  The limit is one dense GEMM for each product with weights, in FP8, and nothing else.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class StepProblem:
     def _problem(self, arm: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str | None:
         """How far an arm is from `grouped_mm`, kept in `agreement`; what is wrong if that is too far."""
         loss, base = float(got["loss"]), float(want["loss"])
-        db = {name: sqnr_db(want[name], value, None) for name, value in got.items() if name != "loss"}
+        db = {name: sqnr_db(value, got[name], None) if name in got else -math.inf for name, value in want.items() if name != "loss"}
         worst = min(db, key=lambda name: -math.inf if math.isnan(db[name]) else db[name])
         if not abs(loss - base) <= _MOST_LOSS * abs(base) or not db[worst] >= _LEAST_DB:
             return f"{arm}: loss {loss:.4f} of {base:.4f}, worst gradient {worst}: {db[worst]:.1f} dB; want {_CHECK}"

@@ -276,7 +276,7 @@ class FusedMoE(MoE):
     def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As that of `MoE`, in one autograd function. Raises ValueError if the router's gate is no plain torch.nn.Linear."""
         gate = self.router.gate
-        if type(gate).forward is not nn.Linear.forward:
+        if type(gate).forward is not nn.Linear.forward or "forward" in vars(gate):
             raise ValueError(
                 f"{type(self).__name__}: router.gate is a {type(gate).__name__} with a forward of its own, which this layer would not run, "
                 "want a torch.nn.Linear; leave the gate out of what wraps or adapts layers, or use MoE"
