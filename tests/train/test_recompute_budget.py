@@ -1,4 +1,4 @@
-"""`--activation-checkpoint auto`: the ladder fits, more memory never keeps less, ranks agree, and no choice changes a bit of a run."""
+"""`--activation-checkpoint auto`: what fits is taken, more memory never keeps less, ranks agree, and no choice changes a bit of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mxep.train.build import Build, build_options, build_stages
 from mxep.train.config import TrainConfig
 from mxep.train.describe import describe_recompute
 from mxep.train.memory import peak_memory, rank_memory
-from mxep.train.recompute_budget import MARGIN, RecomputeChoice, agree_on_recompute, highest_that_fits, ladder, recompute_choices
+from mxep.train.recompute_budget import MARGIN, RecomputeChoice, agree_on_recompute, candidates, last_that_fits, recompute_choices
 from mxep.train.resolved_config import resolve
 
 MXFP8, DIMS = resolve_recipe(None), ParallelDims(ep=4)
@@ -37,35 +37,35 @@ def choices(tokens: int, dims: ParallelDims = DIMS, stage: int = 0, **options: A
 @pytest.mark.parametrize(("tokens", "fused", "pp"), [(2048, True, 1), (32768, True, 1), (32768, False, 1), (8192, True, 2)])
 def test_more_memory_never_keeps_less(tokens: int, fused: bool, pp: int) -> None:
     for stage in range(pp):
-        rungs = choices(tokens, ParallelDims(ep=4, pp=pp), stage, fused_layer=fused)
-        assert all(below.peak.kept < above.peak.kept for below, above in pairwise(rungs))
-        needs = sorted(rung.needed for rung in rungs)
+        every = choices(tokens, ParallelDims(ep=4, pp=pp), stage, fused_layer=fused)
+        assert all(below.peak.kept < above.peak.kept for below, above in pairwise(every))
+        needs = sorted(choice.needed for choice in every)
         capacities = [round(need / (1 - MARGIN)) + step for need in needs for step in (-2, 2)]
-        found = [highest_that_fits(rungs, capacity) for capacity in capacities]
+        found = [last_that_fits(every, capacity) for capacity in capacities]
         assert found == sorted(found)
         for capacity, number in zip(capacities, found, strict=True):
-            assert rungs[number].needed <= (1 - MARGIN) * capacity or number == 0
-            assert rungs[number].peak.total <= rungs[number].needed
+            assert every[number].needed <= (1 - MARGIN) * capacity or number == 0
+            assert every[number].peak.total <= every[number].needed
         assert found[0] == 0
-        assert found[-1] == len(rungs) - 1, "everything where all fits"
+        assert found[-1] == len(every) - 1, "everything where all fits"
 
 
-def test_the_ends_of_the_ladder_are_full_and_none() -> None:
-    rungs, plan = choices(8192, fused_layer=True), (MODELS["dsv3_16b"], MXFP8, DIMS, 4, 8192)
-    assert [{*rungs[0].modes}, {*rungs[-1].modes}] == [{"full"}, {"none"}]
-    for rung, mode in ((rungs[0], "full"), (rungs[-1], "none")):
-        assert rung.peak == peak_memory(*plan, recompute=mode, fused_layer=True)[0]
-    smallest = round(rungs[0].needed / (1 - MARGIN)) + 2
-    assert set(rungs[highest_that_fits(rungs, smallest)].modes) == {"full"}
-    assert highest_that_fits(rungs, 10**9) == 0, "nothing fits"
-    assert "may run out of memory" in rungs[0].in_words(10**9)
+def test_the_first_and_last_candidates_are_full_and_none() -> None:
+    every, plan = choices(8192, fused_layer=True), (MODELS["dsv3_16b"], MXFP8, DIMS, 4, 8192)
+    assert [{*every[0].modes}, {*every[-1].modes}] == [{"full"}, {"none"}]
+    for choice, mode in ((every[0], "full"), (every[-1], "none")):
+        assert choice.peak == peak_memory(*plan, recompute=mode, fused_layer=True)[0]
+    smallest = round(every[0].needed / (1 - MARGIN)) + 2
+    assert set(every[last_that_fits(every, smallest)].modes) == {"full"}
+    assert last_that_fits(every, 10**9) == 0, "nothing fits"
+    assert "may run out of memory" in every[0].in_words(10**9)
     one_rank = recompute_choices(rank_memory(MODELS["dsv3_16b"], MXFP8, ParallelDims(), 1)[0], *plan[:2], ParallelDims(), 8192, 1)
-    assert all(rung.needed == rung.peak.total for rung in one_rank), "all rows are this rank's own"
+    assert all(choice.needed == choice.peak.total for choice in one_rank), "all rows are this rank's own"
 
 
 def test_a_first_product_in_mx_lets_more_layers_keep_theirs() -> None:
     plain, in_mx = (choices(32768, fused_layer=True, keep_first_product=form) for form in ("hp", "mxfp8"))
-    kept = [[rung.modes.count("full") for rung in rungs][highest_that_fits(rungs, 115 * 10**9)] for rungs in (plain, in_mx)]
+    kept = [[choice.modes.count("full") for choice in every][last_that_fits(every, 115 * 10**9)] for every in (plain, in_mx)]
     assert kept[0] > kept[1]
 
 
@@ -103,8 +103,8 @@ def test_no_rung_changes_a_bit(fused: bool, one_rank: None) -> None:
     """Loss and gradients of a model whose layers differ."""
     tokens, labels = batch()
     want = list[torch.Tensor]()
-    rungs = ladder(DEEPSEEK.num_dense_layers, DEEPSEEK.num_layers - DEEPSEEK.num_dense_layers)
-    for modes in (rungs[-1], rungs[0], rungs[2], rungs[4]):
+    every = candidates(DEEPSEEK.num_dense_layers, DEEPSEEK.num_layers - DEEPSEEK.num_dense_layers)
+    for modes in (every[-1], every[0], every[2], every[4]):
         (model,) = build_stages(
             DEEPSEEK, Build(MXFP8, fused_layer=fused, recompute=modes), build_meshes(1, ParallelDims(), "cpu"), torch.device("cpu"), 0
         ).values()
@@ -137,9 +137,9 @@ def test_a_run_goes_on_with_another_choice(tmp_path: Path, text: str, one_rank: 
 
 
 def test_what_a_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    rungs, config = choices(8192, fused_layer=True), TrainConfig(activation_checkpoint="auto")
+    every, config = choices(8192, fused_layer=True), TrainConfig(activation_checkpoint="auto")
     monkeypatch.setattr("mxep.train.describe.total_memory", lambda _: 80 * 10**9)
-    (line,) = describe_recompute(config, rungs[10], torch.device("cuda"))
+    (line,) = describe_recompute(config, every[10], torch.device("cuda"))
     assert line.startswith("activation checkpointing auto: of 27 layers 10 keep what their MoE saves, 17 keep their inputs (at most ")
     assert build_options(config).recompute == "none"
     assert {*get_args(Recompute), "auto"} == set(get_args(get_type_hints(TrainConfig)["activation_checkpoint"]))

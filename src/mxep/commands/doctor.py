@@ -47,7 +47,7 @@ def _paths(device: torch.device) -> list[tuple[str, str, str]]:
         "blackwell": f"torch's scaled grouped GEMM on 128x4 blocked scales; {NEVER_RUN}",
     }[chosen]
     return [
-        ("quantise, gather, scatter, group index", kernels, f"tensors live on {device.type}"),
+        ("quantise, gather, scatter, permute indices", kernels, f"tensors live on {device.type}"),
         ("exchange", f"all-to-all over {backend}", "one packed exchange per direction; NVLink multicast is not used"),
         ("exchange inside one machine", *_shared_memory(device)),
         ("grouped GEMM, forward and dgrad", chosen, gemm_why),

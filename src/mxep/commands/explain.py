@@ -318,7 +318,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
     """
     from mxep.parallel import Recompute
     from mxep.train.memory import peak_memory, rank_memory, ranks_that_fit
-    from mxep.train.recompute_budget import highest_that_fits, recompute_choices
+    from mxep.train.recompute_budget import last_that_fits, recompute_choices
     from mxep.train.state_precision import StatePrecision
 
     plan = (model, recipe, config.dims, config.world, config.tokens)
@@ -333,7 +333,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
     rank = rank_memory(*plan[:4], precision)[stage]
     choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, config.pp - stage, **layers)
     capacity = int(config.gpu_gb * _GIB_A_GB * _GIB)
-    chosen = choices[highest_that_fits(choices, capacity)]
+    chosen = choices[last_that_fits(choices, capacity)]
     peaks.append(chosen.peak)
     weights = "float32" if config.dtype == "float32" else "bf16"
     title = f"Memory of one of {config.world} ranks, GiB ({weights} weights, bf16 compute), by --activation-checkpoint"

@@ -34,7 +34,7 @@ FormKey = tuple[str, str, str, torch.dtype | None]  # scaling mode, names of the
 _PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
-class _Kept(NamedTuple):
+class _CachedForm(NamedTuple):
     """One quantised form of a weight, and what the weight was then."""
 
     form: Forms
@@ -102,7 +102,7 @@ class WeightCache:
         self.fills = 0
         self.captured = False
         self.weights: weakref.WeakSet[CachedWeight] = weakref.WeakSet()
-        self._kept: dict[tuple[CachedWeight, FormKey], _Kept] = {}
+        self._kept: dict[tuple[CachedWeight, FormKey], _CachedForm] = {}
         _watch_optimizers()
         _CACHES.add(self)
 
@@ -223,7 +223,7 @@ class CachedWeight:
                 form = make()
             held = tuple(tensor.untyped_storage() for tensor in (*weights, *map(_local, self.parameters.values())))
             filled = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-            self.cache._kept[self, key] = _Kept(form, facts, held, stream, filled)
+            self.cache._kept[self, key] = _CachedForm(form, facts, held, stream, filled)
             self.cache.fills += 1
             return form
         if kept.stream != stream:
@@ -232,7 +232,7 @@ class CachedWeight:
             self._check(kept, make())
         return kept.form
 
-    def _check(self, kept: _Kept, now: Forms) -> None:
+    def _check(self, kept: _CachedForm, now: Forms) -> None:
         for old, new in zip(kept.form, now, strict=True):
             if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
                 where = f"{type(self.owner).__name__}.{' or '.join(self.parameters)}"

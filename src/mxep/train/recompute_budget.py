@@ -1,15 +1,15 @@
 """`--activation-checkpoint auto`: keep as much for backward as the GPUs' memory allows, layer by layer.
 
-The choice is made once, before anything is allocated, from `mxep.train.memory`'s arithmetic and the size of the memory.  It is the first
-rung from the top of a ladder that fits.  The lowest rung recomputes every layer ("full").  Each higher one keeps more in one more layer:
-first what its MoE saves ("keep_moe"), from the last MoE layer to the first; then everything ("none"), in the same order, dense layers at
-the end.  Late layers come first, because backward frees what they keep before most gradients exist.
+The choice is made once, before anything is allocated, from `mxep.train.memory`'s arithmetic and the size of the memory.  The candidates
+are in rising order of what they keep.  The first one recomputes every layer ("full").  Each next one keeps more in one more layer: first
+what its MoE saves ("keep_moe"), from the last MoE layer to the first; then everything ("none"), in the same order, dense layers at the end.
+Late layers come first, because backward frees what they keep before most gradients exist.  The last candidate that fits is taken.
 
-A rung fits if what it needs is at most 90% of the memory: the other 10% are for CUDA's context, NCCL's buffers and the estimate's error.
-Where rows come from other ranks, it needs a quarter of what its layers keep on top of the estimated peak, since the estimate gives every
-expert the same number of rows.  If no rung fits, the lowest is taken.
+A candidate fits if it needs at most 90% of the memory: the other 10% are for CUDA's context, NCCL's buffers and the estimate's error.
+Where rows come from other ranks, a quarter of what its layers keep is added to the estimated peak, since the estimate gives every expert
+the same number of rows.  If no candidate fits, the first is taken.
 
->>> [" ".join(modes) for modes in ladder(dense_layers=1, moe_layers=2)]
+>>> [" ".join(modes) for modes in candidates(dense_layers=1, moe_layers=2)]
 ['full full full', 'full full keep_moe', 'full keep_moe keep_moe', 'full keep_moe none', 'full none none', 'none none none']
 """
 
@@ -38,7 +38,7 @@ _KEEPS: dict[Recompute, str] = {"none": "everything", "keep_moe": "what their Mo
 
 
 class RecomputeChoice(NamedTuple):
-    """A rung of the ladder on one rank.
+    """A candidate on one rank.
 
     Attributes:
         modes: of `mxep.parallel.recompute_blocks`, for each layer of the rank.
@@ -62,39 +62,39 @@ class RecomputeChoice(NamedTuple):
         return f"of {len(self.modes)} layers {listed} (at most {self.needed / _GIB:,.1f} of {capacity / _GIB:,.1f} GiB{beyond})"
 
 
-def ladder(dense_layers: int, moe_layers: int) -> list[tuple[Recompute, ...]]:
-    """The rungs for layers of which the dense ones come first, each as the mode of every layer; from "full" to "none"."""
+def candidates(dense_layers: int, moe_layers: int) -> list[tuple[Recompute, ...]]:
+    """The candidates for layers of which the dense ones come first, each as the mode of every layer; from "full" to "none"."""
     modes: list[Recompute] = ["full"] * (dense_layers + moe_layers)
-    rungs, moe, dense = [tuple(modes)], range(dense_layers, len(modes))[::-1], range(dense_layers)[::-1]
+    found, moe, dense = [tuple(modes)], range(dense_layers, len(modes))[::-1], range(dense_layers)[::-1]
     steps: list[tuple[Recompute, Sequence[int]]] = [("keep_moe", moe), ("none", moe), ("none", dense)]
     for mode, layers in steps:
         for layer in layers:
             modes[layer] = mode
-            rungs.append(tuple(modes))
-    return rungs
+            found.append(tuple(modes))
+    return found
 
 
 def recompute_choices(
     rank: RankMemory, shape: ModelConfig, recipe: Recipe, dims: ParallelDims, tokens: int, in_flight: int, **options: Any
 ) -> list[RecomputeChoice]:
-    """All rungs, from "full" to "none". The arguments are those of `stage_peak`, without recompute."""
+    """All candidates, from "full" to "none". The arguments are those of `stage_peak`, without recompute."""
     more = MORE_ROWS if dims.ep > 1 else 0.0
     choices = []
-    for modes in ladder(rank.dense_layers, rank.moe_layers):
+    for modes in candidates(rank.dense_layers, rank.moe_layers):
         peak = stage_peak(rank, shape, recipe, dims, tokens, in_flight, recompute=modes, **options)
         choices.append(RecomputeChoice(modes, peak, peak.total + round(more * peak.kept)))
     return choices
 
 
-def highest_that_fits(choices: Sequence[RecomputeChoice], capacity: int) -> int:
-    """The number of the highest rung that fits in `capacity` bytes; 0 if none does."""
+def last_that_fits(choices: Sequence[RecomputeChoice], capacity: int) -> int:
+    """The number of the last candidate that fits in `capacity` bytes; 0 if none does."""
     return max((number for number, choice in enumerate(choices) if choice.fits(capacity)), default=0)
 
 
 def agree_on_recompute(
     config: TrainConfig, settings: ResolvedConfig, shape: ModelConfig, recipe: Recipe, meshes: Meshes, device: torch.device
 ) -> RecomputeChoice:
-    """The choice of this rank's pipeline stage: of all its ranks' the one that keeps least. Every rank of the run must call this."""
+    """The choice of this rank's pipeline stage: the one of its ranks' choices that keeps least. Every rank of the run must call this."""
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
     sequences = config.microbatch if dims.pp > 1 else settings.batch
     options: dict[str, Any] = {
@@ -107,5 +107,5 @@ def agree_on_recompute(
     choices = recompute_choices(
         rank, shape, recipe if as_one else resolve_recipe("hp"), dims, sequences * settings.seq_len, dims.pp - stage, **options
     )
-    found = gather_objects((stage, highest_that_fits(choices, total_memory(device))))
+    found = gather_objects((stage, last_that_fits(choices, total_memory(device))))
     return choices[min(number for of, number in found if of == stage)]
