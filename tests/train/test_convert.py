@@ -149,8 +149,10 @@ def test_a_checkpoint_from_before_shapes_were_kept(tmp_path: Path, text: str, on
 def test_another_model_is_told_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_model(resolve_model("qwen3_debug_cpu"), resolve_recipe("hp"))
     save_published(resolve_model("qwen3_debug_cpu"), model.state_dict().items(), tmp_path / "hf")
-    for folder, message in ((tmp_path / "hf", "describes another model"), (tmp_path / "nowhere", "has no config.json")):
-        assert main(["train", "--device", "cpu", "--model", "dsv3_debug_cpu", "--init-from", str(folder)]) == 2
+    (tmp_path / "empty").mkdir()
+    messages = {"hf": "describes another model", "empty": "has no config.json", "nowhere": "does not exist, want a Hugging Face folder"}
+    for folder, message in messages.items():
+        assert main(["train", "--device", "cpu", "--model", "dsv3_debug_cpu", "--init-from", str(tmp_path / folder)]) == 2
         assert message in capsys.readouterr().err
     described = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**described, "quantization_config": {"quant_method": "awq"}}))

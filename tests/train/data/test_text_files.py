@@ -44,7 +44,7 @@ def test_rows_that_are_one_text_here_are_told(tmp_path: Path) -> None:
     """Where they were asked for; in a searched folder they stand among code."""
     (tmp_path / "a.json").write_text('[{"text": "one"}]')
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"text\none\n"))
-    with pytest.warns(UserWarning, match=r"a\.json: read as plain text as it stands; rows are read from \.jsonl"):
+    with pytest.warns(UserWarning, match=r"a\.json: read as plain text; rows are read from \.jsonl"):
         assert read_documents([str(tmp_path / "a.json")]) == names('[{"text": "one"}]')
     with pytest.warns(UserWarning, match=r"a\.json and 1 more: read as plain text"):
         read_documents([str(tmp_path / "*")])
