@@ -43,6 +43,16 @@ def test_plain_rows_of_an_fp8_path_are_quantised_in_one_pass(wgrad: str, forms: 
     assert (w.grad is None) == (wgrad == "none")
 
 
+def test_options_for_another_dtype_are_those_that_it_is_given_first() -> None:
+    """A float32 dgrad of an "auto" path multiplies MX rows, beside a bf16 forward that multiplies rebased rows."""
+    granularity = GEMM_PATHS["fp8"].granularity
+    bf16 = products.GemmOptions(torch.bfloat16, "hp", "rceil", "fp8", "exact", granularity, False)
+    float32 = products.GemmOptions(torch.float32, "hp", "rceil", "fp8", "exact", None, False)
+    assert granularity is not None
+    assert bf16.with_out_dtype(torch.float32) == float32
+    assert float32.with_out_dtype(torch.bfloat16) == bf16
+
+
 def frozen(*transposed: bool) -> list[MXWeight]:
     """Weights (2, 64, 96) and (2, 32, 96), or the first alone; of a transposed one the blocks run along N."""
     generator = torch.Generator().manual_seed(0)

@@ -28,7 +28,7 @@ from mxep.moe.experts import Experts
 from mxep.mx.tensor import quantize_mx
 from mxep.mx.weight_cache import WeightCache
 from mxep.recipe import RECIPES
-from mxep.shapes import MX_BLOCK
+from mxep.shapes import MX_BLOCK, round_up
 
 ROWS, EXPERTS = (131072, 8192), 8
 _HOST_BATCH = 8  # calls whose launches fit into the device's queue: one forward and backward has up to a hundred launches
@@ -163,7 +163,8 @@ def dense_ffn(
         D, H, first_width: width of a row, of the activation, and of the first product.
         moved_bytes: copied after forward, backward, and backward with a wgrad in bf16.
     """
-    wgrad = [(L * first_width, rows // L, D), (L * D, rows // L, H)]
+    inner = round_up(rows // L, MX_BLOCK)  # few tokens, too, are multiplied as whole MX blocks
+    wgrad = [(L * first_width, inner, D), (L * D, inner, H)]
     dgrad = [(rows, D, H), (rows, first_width, D)]
     forward = dense_products([(rows, D, first_width), (rows, H, D)], [], moved_bytes[0], device)
     return {

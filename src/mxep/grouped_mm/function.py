@@ -105,7 +105,7 @@ def gradients(
     d_a = d_w = d_bias = None
     if ctx.bias_like is not None and needs_bias:
         d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
-    d_gemm = gemm if gemm is None or gemm.out_dtype == a_dtype else gemm._replace(out_dtype=a_dtype)
+    d_gemm = gemm if gemm is None or gemm.out_dtype == a_dtype else gemm.with_out_dtype(a_dtype)
     operands = gemm_operands(grad, d_gemm, pad_map, needs_a, needs_w)
     weights = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=tuple(dgrad_form))
     if needs_a:

@@ -50,6 +50,10 @@ class GemmOptions(NamedTuple):
     def path_to(self, out_dtype: torch.dtype) -> str:
         return self.float32_path if out_dtype == torch.float32 else self.path
 
+    def with_out_dtype(self, out_dtype: torch.dtype) -> GemmOptions:
+        """The same options for results of another dtype, which may take another path and other rows."""
+        return self._replace(out_dtype=out_dtype, rebased=GEMM_PATHS[self.path_to(out_dtype)].granularity)
+
     def wgrad_path(self, dtype: torch.dtype) -> str:
         """The path of dW in `dtype`.  A weight that is read in bf16 takes the bf16 path for a float32 dW too."""
         return self.path_to(self.weight_dtype or dtype)
