@@ -1,4 +1,4 @@
-"""A small `Trainer`, its steps one at a time, its state, and what its metrics say of them."""
+"""A small `Trainer`, its steps one at a time, its state, what its metrics say of them, and a recorder of steps that needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mxep.train.checkpoint import MANIFEST
@@ -15,6 +16,22 @@ from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.metrics import StepRecord, read_metrics
 from mxep.train.trainer import Trainer
+
+
+class Recorder:
+    """Records a function by keeping it: it runs in every replay, and writes its result where the first one is."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.result, self.recorded, self.replays = torch.empty(shape, dtype=torch.float64), 0, 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replays += 1
+            self.result.copy_(work())
+
+        return replay, self.result
 
 
 def trainer(rank: int, world: int, out: str, from_state: int = 0, **options: object) -> Trainer:

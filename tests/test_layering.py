@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "mxep"
 ORDER = [
     {"shapes", "deprecation"},
     {"field_types"},
-    {"device", "extras", "json_files", "parallel_dims", "operators", "processes"},
+    {"device", "extras", "json_files", "parallel_dims", "operators", "processes", "step_graph"},
     {"recipe", "private_folders"},
     {"checks"},
     {"mx"},

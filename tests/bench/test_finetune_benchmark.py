@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.bench_cases import CPU, check_schema
+from tests.steps import Recorder
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,6 +115,32 @@ def test_layers_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = TINY._replace(layers=4, memory_gib=2.5, warm_up=finetune_arms.BUDGET_STEPS)
     found = measure_arm("lora_mx", sizes, CPU, lambda text: None)
     assert (found["memory_gib"], found["kept_layers"]) == (2.5, 2)
+
+
+@pytest.mark.parametrize("memory_gib", [None, 1.5])
+def test_steps_as_a_graph(memory_gib: float | None, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> None:
+    """A replay, which is a call here, comes after the first steps; peft as it comes has none."""
+    recorders: list[Recorder] = []
+    graphed = importlib.import_module("mxep.integrations.transformers_graph").GraphedStep
+    budget = importlib.import_module("mxep.integrations.transformers_recompute").RecomputeBudget
+
+    def on_a_gpu(model: Any, step: Any, budget: Any) -> Any:
+        recorders.append(Recorder(()))
+        return graphed(model, step, budget, recorders[-1])
+
+    monkeypatch.setattr("mxep.integrations.transformers_graph.GraphedStep", on_a_gpu)
+    monkeypatch.setattr(
+        "mxep.integrations.transformers_recompute.RecomputeBudget", lambda model, gib: budget(model, gib, lambda: (0, 2**30))
+    )
+    sizes = TINY._replace(cuda_graph=True, memory_gib=memory_gib).warmed_up()
+    found = {arm: measure_arm(arm, sizes, CPU, lambda text: None) for arm in ("lora_mx", BASELINE)}
+    assert {arm: ran["cuda_graph"] for arm, ran in found.items()} == {"lora_mx": True, BASELINE: False}
+    (recorder,) = recorders
+    assert recorder.recorded == 1
+    assert recorder.replays > sizes.timed, "a replay comes before those that are timed"
+    table = markdown_tables.finetune_table([{**records[0], "results": found}])
+    assert table.count("| `lora_mx`, CUDA graph |") == 1
+    assert table.count(f"| `{BASELINE}` |") == 1
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -272,8 +299,8 @@ def test_an_arm_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFix
 def test_wrong_results_have_no_times(how: str, problem: str) -> None:
     plain = FinetuneRun.loss
 
-    def wrong(run: FinetuneRun) -> Tensor:
-        loss = plain(run)
+    def wrong(run: FinetuneRun, tokens: Tensor) -> Tensor:
+        loss = plain(run, tokens)
         if run.name == BASELINE:
             return loss
         return {"twice": loss + loss - loss.detach(), "off": loss + 1, "none": loss * 0}[how]
@@ -300,7 +327,7 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
     pytest.importorskip("torchao", reason="of the 8-bit moments")
     plain = FinetuneRun.loss
     with (
-        mock.patch.object(FinetuneRun, "loss", lambda run: plain(run) * torch.nan),
+        mock.patch.object(FinetuneRun, "loss", lambda run, tokens: plain(run, tokens) * torch.nan),
         pytest.raises(WrongResultError, match="full: the gradients' norm is nan"),
     ):
         measure_arm("full", TINY, CPU, lambda line: None)
@@ -324,6 +351,7 @@ def test_a_process_that_dies_is_an_error_here() -> None:
     [
         (["finetune", "--arms", "lora"], "--arms lora, want lora_mx"),
         (["finetune", "--layers", "0"], "--layers 0, want 1 or more"),
+        (["finetune", "--cuda-graph"], "--cuda-graph on a CPU, want a GPU"),
         (["finetune", "--sequences", "-1"], "--sequences -1, want 1 or more"),
         (["finetune", "--model", "gpt-oss"], "--model gpt-oss, want Qwen3-30B-A3B or gpt-oss-20b"),
         (["linears", "--model", "gpt-oss-20b"], "want `mxep bench finetune`"),

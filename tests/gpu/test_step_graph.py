@@ -12,9 +12,9 @@ import torch
 from tests.steps import done, same, state_of
 
 from mxep.moe.init import local_tensor
+from mxep.step_graph import EAGER_STEPS
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
-from mxep.train.step_graph import EAGER_STEPS
 from mxep.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +127,6 @@ def test_a_step_that_waits_for_the_gpu_says_so(tmp_path: Path, nccl: torch.devic
     run.microbatches.backward = waits  # type: ignore[method-assign]
     for _ in range(EAGER_STEPS):
         done(run)
-    with pytest.raises(RuntimeError, match=r"--cuda-graph: this step cannot be recorded, give --no-cuda-graph: .*captur"):
+    with pytest.raises(RuntimeError, match=r"a CUDA graph cannot hold this step, run it without one \(--no-cuda-graph\): .*captur"):
         run.step()
     assert torch.rand(2, device=nccl).isfinite().all()  # random numbers go on

@@ -14,9 +14,9 @@ from tests.ranks import run_ranks
 from tests.steps import done, state_of
 
 from mxep.comm import close_transports
+from mxep.step_graph import EAGER_STEPS
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
-from mxep.train.step_graph import EAGER_STEPS
 from mxep.train.trainer import Trainer
 
 pytestmark = pytest.mark.multi_gpu

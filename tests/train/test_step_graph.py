@@ -1,59 +1,22 @@
-"""Steps as a graph on a CPU, where a replay is a call: inputs go through the graph's memory. What cannot be recorded is refused."""
+"""A run's steps as a graph on a CPU, where a replay is a call. What cannot be recorded is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.steps import done, same, state_of, trainer
+from tests.steps import Recorder, done, same, state_of, trainer
 from torch import Tensor
 
+from mxep.step_graph import StepGraph
 from mxep.train.config import TrainConfig
-from mxep.train.data.loader import Batch
-from mxep.train.resolved_config import resolve
-from mxep.train.step_graph import EAGER_STEPS, StepGraph, check_capturable
+from mxep.train.resolved_config import check_capturable, resolve
 from mxep.train.trainer import Trainer
-
-
-class Recorder:
-    """Records a function by keeping it: it runs in every replay, and writes its result where the first one is."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.result, self.recorded, self.replays = torch.empty(shape, dtype=torch.float64), 0, 0
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        self.recorded += 1
-
-        def replay() -> None:
-            self.replays += 1
-            self.result.copy_(work())
-
-        return replay, self.result
-
-
-def test_inputs_are_copied_into_the_memory_of_the_first_call() -> None:
-    recorder, seen = Recorder(()), []
-
-    def total(batches: list[Batch], factor: Tensor) -> Tensor:
-        seen.append((*(batch.inputs.data_ptr() for batch in batches), factor.data_ptr()))
-        assert all(batch.documents is None for batch in batches)
-        return (sum(batch.inputs.sum() + batch.labels.sum() for batch in batches) * factor).double()
-
-    graph, found = StepGraph(torch.device("cpu"), recorder), []
-    for step in range(6):
-        batches = [Batch(torch.tensor([step, index]), torch.tensor([1, 2]), None) for index in range(2)]
-        found.append(float(graph(total, batches, torch.tensor(2.0))))
-    assert found == [2 * (2 * step + 7) for step in range(6)]
-    assert len(set(seen)) == 1
-    assert (recorder.recorded, recorder.replays) == (1, 6 - EAGER_STEPS)
-    with pytest.raises(ValueError, match=r"an input of \(3,\), want \(2,\) as in the first call"):
-        graph(total, [Batch(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2]), None)] * 2, torch.tensor(2.0))
 
 
 def spoil(run: Trainer, bad: Tensor) -> None:

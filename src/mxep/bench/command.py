@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", type=int, default=None, help=sequences)
     memory = "finetune: keep activations of as many layers as fit into that, recompute the others (default: recompute all)"
     parser.add_argument("--memory-gib", type=float, default=None, help=memory)
+    parser.add_argument("--cuda-graph", action="store_true", help="finetune: steps of LoRA on our layers as CUDA graphs")
     parser.add_argument("--recipes", action="extend", type=split_names, metavar="A,B", help=f"train: its arms (default {DEFAULT_RECIPE})")
     parser.add_argument("--nproc", type=int, default=None, help="ranks to start unless torchrun did (default: every GPU)")
     return parser
@@ -105,8 +106,12 @@ def _check_options(options: argparse.Namespace) -> None:
     if unknown := [name for name in options.peers or () if name not in PEERS]:
         raise ValueError(f"{options.name}: --peers {','.join(unknown)}, want {', '.join(PEERS)}")
     counts = {"--layers": options.layers, "--sequences": options.sequences, "--memory-gib": options.memory_gib}
-    if options.name != "finetune" and any(given is not None for given in (options.arms, options.model, *counts.values())):
-        raise ValueError(f"{options.name}: --arms, --model and {', '.join(counts)} are of a fine-tuning; want `mxep bench finetune`")
+    of_finetune = (options.arms, options.model, *counts.values(), options.cuda_graph or None)
+    if options.name != "finetune" and any(given is not None for given in of_finetune):
+        flags = ", ".join(["--arms", "--model", *counts, "--cuda-graph"])
+        raise ValueError(f"{options.name}: {flags} are of a fine-tuning; want `mxep bench finetune`")
+    if options.cuda_graph and options.device == "cpu":
+        raise ValueError(f"{options.name}: --cuda-graph on a CPU, want a GPU, which records graphs")
     if options.model not in (None, *MODELS):
         raise ValueError(f"{options.name}: --model {options.model}, want {' or '.join(MODELS)}")
     if unknown := [name for name in options.arms or () if name not in ARMS]:
@@ -118,7 +123,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _command_text(options: argparse.Namespace, world: int) -> str:
-    flags = [flag for flag, given in (("--quick", options.quick), ("--record", options.record)) if given]
+    flags = [f"--{name.replace('_', '-')}" for name in ("quick", "record", "cuda_graph") if getattr(options, name)]
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
     flags += [f"--{name} " + ",".join(given) for name in ("peers", "arms") if (given := getattr(options, name))]
     flags += [f"--{name.replace('_', '-')} {given}" for name in _SIZES if (given := getattr(options, name)) is not None]
@@ -131,7 +136,7 @@ def _measure(options: argparse.Namespace) -> int:
     with rank_group(BENCHMARKS[options.name].distributed, options.device) as (device, group):
         peers, arms = tuple(options.peers or ()), tuple(options.arms or ())
         sizes = {name: getattr(options, name) for name in _SIZES}
-        setting = Setting(device, options.quick, group, size=options.thiek, peers=peers, arms=arms, **sizes)
+        setting = Setting(device, options.quick, group, size=options.thiek, peers=peers, arms=arms, cuda_graph=options.cuda_graph, **sizes)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
 
@@ -142,6 +147,7 @@ def _measure(options: argparse.Namespace) -> int:
         def write(records: list[Record], complete: bool) -> Path:
             name = records[0]["benchmark"] + ("" if options.model in (None, DEFAULT_MODEL) else f"-{options.model}")
             name += "" if options.memory_gib is None else f"-{options.memory_gib:g}gib"
+            name += "-graph" if options.cuda_graph else ""
             return write_records(name, device_name(device), setting.world, records, options.out, complete=complete)
 
         def keep(records: list[Record]) -> None:

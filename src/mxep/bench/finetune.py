@@ -14,8 +14,9 @@ A step is forward with labels, backward and the optimizer, on sequences of 4096 
 gpt-oss-20b is loaded from files in the published MXFP4 layout, which every arm writes into a temporary folder.
 
 The whole memory of a GPU belongs to one arm at a time, which runs in a process of its own.  An arm that fails, also for lack of memory, is
-left out and named, and the others run.  Each arm warms up and then takes few steps, since one lasts seconds: a time is the median of
-these.  Arms of one run do not take turns, so `steps_s` of the record has every step.
+left out and named, and the others run.  With `--cuda-graph` lora_mx and lora_bf16_ours replay each step as a CUDA graph.  Each arm warms up
+and then takes few steps, since one lasts seconds: a time is the median of these.  Arms of one run do not take turns, so `steps_s` of the
+record has every step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from mxep.bench import transformers
-from mxep.bench.finetune_arms import ARMS, BASELINE, BUDGET_STEPS, CHECK, DEFAULT_MODEL, MODELS, RANK, TINY, FinetuneSizes, measure_arm
+from mxep.bench.finetune_arms import ARMS, BASELINE, CHECK, DEFAULT_MODEL, MODELS, RANK, TINY, FinetuneSizes, measure_arm
 from mxep.bench.peer_arms import short_reason
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Timing
@@ -57,9 +58,8 @@ class FinetuneProblem:
         model = setting.model or DEFAULT_MODEL
         layers = TINY.layers if setting.tiny else _QUICK_LAYERS if setting.quick else MODELS[model].layers
         sizes = TINY if setting.tiny else FinetuneSizes()
-        self.sizes = sizes._replace(model=model, layers=setting.layers or layers, sequences=setting.sequences)
-        if setting.memory_gib is not None:
-            self.sizes = self.sizes._replace(memory_gib=setting.memory_gib, warm_up=BUDGET_STEPS)
+        sizes = sizes._replace(model=model, layers=setting.layers or layers, sequences=setting.sequences)
+        self.sizes = sizes._replace(memory_gib=setting.memory_gib, cuda_graph=setting.cuda_graph).warmed_up()
         self.whole = not setting.tiny and self.sizes.layers == MODELS[model].layers
         self.arms = setting.arms or tuple(ARMS)
         self.results: dict[str, dict[str, Any]] = {}

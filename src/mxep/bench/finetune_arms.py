@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ RANK = 16
 BASELINE = "lora_bf16_peft"
 ADAPTERS_STD = 0.01
 LAYERS_OF_CHECK = 2
-BUDGET_STEPS = 8  # until a `RecomputeBudget` has settled
+BUDGET_STEPS, GRAPH_STEPS = 8, 5  # until a `RecomputeBudget` has settled; from then on, until a `GraphedStep` replays
 MOST_LOSS, MOST_NORM, LEAST_DB = 5e-3, 0.1, 5.0
 CHECK = (
     f"the first loss and the norm of all gradients are finite; every adapter has a gradient that is finite and not 0; on {LAYERS_OF_CHECK} "
@@ -53,6 +54,7 @@ class FinetuneArm(NamedTuple):
         accelerated: by `transformers_5.accelerate`.
         sequences: of a step, at most.
         optimizer: of all parameters.
+        graphed: with `--cuda-graph` its steps are CUDA graphs.
     """
 
     recipe: str | None
@@ -61,11 +63,12 @@ class FinetuneArm(NamedTuple):
     accelerated: bool
     sequences: int
     optimizer: OptimizerName = "adamw8bit"
+    graphed: bool = False
 
 
 ARMS = {
-    "lora_mx": FinetuneArm("mxfp8_wgrad_with_hp", lora=True, in_mx=True, accelerated=True, sequences=4),
-    "lora_bf16_ours": FinetuneArm("hp", lora=True, in_mx=False, accelerated=True, sequences=4),
+    "lora_mx": FinetuneArm("mxfp8_wgrad_with_hp", lora=True, in_mx=True, accelerated=True, sequences=4, graphed=True),
+    "lora_bf16_ours": FinetuneArm("hp", lora=True, in_mx=False, accelerated=True, sequences=4, graphed=True),
     BASELINE: FinetuneArm(None, lora=True, in_mx=False, accelerated=False, sequences=4),
     "full_accelerate": FinetuneArm("mxfp8_wgrad_with_mx", lora=False, in_mx=False, accelerated=True, sequences=4),
     "full_accelerate_4bit": FinetuneArm(
@@ -102,7 +105,7 @@ class FinetuneSizes(NamedTuple):
     """A model and its layers, tokens of a sequence, and steps.
 
     `sequences`: of a step of every arm; None: as many as the arm and the model allow.  `tiny`: with the widths of a test.  `memory_gib`:
-    activations of as many layers as fit are kept; None: all layers are recomputed.
+    activations of as many layers as fit are kept; None: all layers are recomputed.  `cuda_graph`: steps of LoRA on our layers are graphs.
     """
 
     model: str = DEFAULT_MODEL
@@ -113,6 +116,12 @@ class FinetuneSizes(NamedTuple):
     sequences: int | None = None
     tiny: bool = False
     memory_gib: float | None = None
+    cuda_graph: bool = False
+
+    def warmed_up(self) -> FinetuneSizes:
+        """With as many steps before the timed ones as `memory_gib` and `cuda_graph` need."""
+        needed = (self.memory_gib is not None) * BUDGET_STEPS + self.cuda_graph * GRAPH_STEPS
+        return self._replace(warm_up=max(self.warm_up, needed))
 
 
 TINY = FinetuneSizes(layers=2, seq_len=32, warm_up=1, timed=2, tiny=True)
@@ -159,6 +168,7 @@ class FinetuneRun:
         from mxep.integrations import transformers_5
 
         self.name, self.arm, self.device = name, ARMS[name], device
+        self.graphed = sizes.cuda_graph and self.arm.graphed
         config, known = model_config(sizes.layers, sizes.tiny, sizes.model), MODELS[sizes.model]
         model = (model_through_mxfp4 if known.in_mxfp4 else random_model)(config, device, self.arm.in_mx)
         self.converted: list[str] = []
@@ -169,40 +179,44 @@ class FinetuneRun:
             model.set_experts_implementation("mxep")
         else:
             model.set_experts_implementation("grouped_mm")
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": not self.graphed})
         self.model: Any = (_with_adapters(model, device, self.arm.recipe is not None) if self.arm.lora else model).train()
         generator = torch.Generator(device).manual_seed(0)
         batch = sizes.sequences or min(self.arm.sequences, known.sequences), sizes.seq_len
         self.tokens = torch.randint(config.vocab_size, batch, device=device, generator=generator)
         self.in_backward: OptimizerInBackward | None = None
+        self.checked = False
 
     def bytes_of_weights(self) -> tuple[int, int]:
         """Of the base and of the adapters."""
         adapters = sum(_stored_bytes(parameter) for _, parameter in _adapters(self.model))
         return sum(map(_stored_bytes, self.model.parameters())) - adapters, adapters
 
-    def loss(self) -> Tensor:
-        loss: Tensor = self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return loss
 
     def make_optimizer(self) -> None:
         """As examples/finetune_lora.py and examples/finetune_full.py have it."""
+        on_gpu = self.device.type == "cuda"
         if self.arm.lora:
             self.trained = [parameter for _, parameter in _adapters(self.model)]
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                self.trained, lr=_LORA_LR, weight_decay=0.0, fused=self.device.type == "cuda"
+                self.trained, lr=_LORA_LR, weight_decay=0.0, fused=on_gpu, capturable=self.graphed and on_gpu
             )
             return
         groups = [{"params": list(self.model.named_parameters()), "weight_decay": 0.0}]
         in_bytes = LowMemoryAdamW(groups, _FULL_LR, BETAS, _EPS, StatePrecision(self.arm.optimizer, "bfloat16"))
         self.optimizer, self.in_backward = in_bytes, OptimizerInBackward(in_bytes)
 
-    def step(self, check: Callable[[], None] = lambda: None) -> Tensor:
-        """The loss () before the update, and the update; `check` is called once the adapters' gradients are there."""
-        loss = self.loss()
+    def step(self, tokens: Tensor) -> Tensor:
+        """The loss () before the update, and the update; the first step calls `check_adapters`."""
+        loss = self.loss(tokens)
         if self.in_backward is None:
             loss.backward()
-            check()
+            if not self.checked:
+                self.check_adapters()
+                self.checked = True
             torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -233,7 +247,7 @@ def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str
     found: dict[str, tuple[float, dict[str, Tensor]]] = {}
     for arm in (BASELINE, name):
         run = FinetuneRun(arm, few, device)
-        loss = run.loss()
+        loss = run.loss(run.tokens)
         loss.backward()
         run.check_adapters()
         found[arm] = loss.item(), {key: parameter.grad for key, parameter in _adapters(run.model) if parameter.grad is not None}
@@ -319,11 +333,16 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
         from mxep.integrations.transformers_recompute import RecomputeBudget
 
         budget = RecomputeBudget(run.model, sizes.memory_gib)
+    step: Callable[[Tensor], Tensor] = run.step
+    if run.graphed:
+        from mxep.integrations.transformers_graph import GraphedStep
+
+        step, budget = GraphedStep(run.model, run.step, budget), None  # which calls it
     synchronize(device)
     losses, seconds = list[float](), list[float]()
     for at in range(sizes.warm_up + sizes.timed):
         start = time.perf_counter()
-        loss = run.step(run.check_adapters if at == 0 else lambda: None)
+        loss = step(run.tokens)
         synchronize(device)
         seconds.append(time.perf_counter() - start)
         if budget is not None:
@@ -341,12 +360,13 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
         peaks = {"allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
         found["peak_gib"] = {what: _gib(count) for what, count in peaks.items()}
     found |= {"tokens": run.tokens.numel(), "tokens_per_s": round(run.tokens.numel() / step_s, 1), "step_s": round(step_s, 4)}
+    found["cuda_graph"] = run.graphed
     found |= {"steps_s": [round(one, 4) for one in seconds], "loss_first": round(losses[0], 5), "loss_last": round(losses[-1], 5)}
     tell(f"{found['tokens_per_s']:,.0f} tokens/s")
     if on_gpu:
-        events = trace_of(run.step, device)
+        events = trace_of(partial(step, run.tokens), device)
         found["kernels_ms"] = slowest_kernels(events)
         tell(f"one more step by kernel, ms: {found['kernels_ms']}")
-    del run
+    del run, step
     _free(device)
     return found

@@ -269,6 +269,7 @@ def finetune_table(records: Records) -> str:
     for record in records:
         what = f"{record_place(record)}, {record['model']} of {record['shape']['layers']} layers, {record['shape']['seq_len']} tokens each"
         for arm, found in record["results"].items():
+            how = f"`{arm}`, CUDA graph" if found.get("cuda_graph") else f"`{arm}`"
             measured = (record["ratios"].get(name) for name in finetune.RATIOS if name.startswith(f"{arm}_vs_"))
             speeds = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in measured)
             times = str(found["tokens"]), f"{found['step_s']:.3f}", f"{found['tokens_per_s']:,.0f}"
@@ -277,7 +278,7 @@ def finetune_table(records: Records) -> str:
             peak = f"{found['peak_gib']['allocated']:.1f} / {found['peak_gib']['reserved']:.1f}" if "peak_gib" in found else "-"
             peak += f" ({found['kept_layers']} layers kept within {found['memory_gib']:g})" if "kept_layers" in found else ""
             losses = f"{found['loss_first']:.3f}", f"{found['loss_last']:.3f}"
-            rows.append([what, f"`{arm}`", *times, " / ".join(speeds), base, f"{found['adapters_gib']:.1f}", peak, *losses])
+            rows.append([what, how, *times, " / ".join(speeds), base, f"{found['adapters_gib']:.1f}", peak, *losses])
         rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 8] for arm, why in record["left_out"].items()]
     memory = "base, GiB", "adapters, GiB", "peak, GiB: allocated / reserved"
     faster = f"against {' / '.join(f'`{base}`' for base, _ in finetune.RATIOS.values())}"

@@ -77,8 +77,10 @@ class Setting:
     """Device, ranks and sizes of a run: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
     `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.  `peers`: the
-    only ones of `peer_arms.PEERS` to run.  `arms`, `model`, `layers`, `sequences`, `memory_gib`: of `finetune`, the only arms to run, the
-    model, its layers, the sequences of a step, and the memory within which activations are kept.
+    only ones of `peer_arms.PEERS` to run.
+
+    Of `finetune`: `arms`, the only ones to run; `model` and its `layers`; `sequences` of a step; `memory_gib`, within which activations
+    are kept; `cuda_graph`, whether steps are replayed.
     """
 
     device: torch.device
@@ -92,6 +94,7 @@ class Setting:
     layers: int | None = None
     sequences: int | None = None
     memory_gib: float | None = None
+    cuda_graph: bool = False
 
     @property
     def tiny(self) -> bool:

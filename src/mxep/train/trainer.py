@@ -31,6 +31,7 @@ from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
 from mxep.parallel import MXLinear, Recompute, build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
+from mxep.step_graph import StepGraph
 from mxep.train.build import build_options, build_stages, merge_stages, state_precision
 from mxep.train.checkpoint import Manifest, load_checkpoint, open_checkpoint
 from mxep.train.checkpoint_writer import CheckpointWriter
@@ -63,13 +64,12 @@ from mxep.train.optimizer import (
 )
 from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
-from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
+from mxep.train.resolved_config import check_capturable, keep_model, resolve, routed_as_asked
 from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
 from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, set_aside_newer
 from mxep.train.run_lock import RunLock
 from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, copy_to_host
-from mxep.train.step_graph import StepGraph, check_capturable
 
 
 class Trainer:

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mxep.device import checking
-
 EAGER_STEPS = 3  # before the graph
 # Records a function and returns what replays it, and the memory of its result.
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -41,24 +39,8 @@ def capture_on_gpu(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tens
         first = error.__context__ or error  # a failed capture fails once more at its end
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())  # the old one still believes that it is recorded, and draws no more
-        raise RuntimeError(f"train: --cuda-graph: this step cannot be recorded, give --no-cuda-graph: {first}") from error
+        raise RuntimeError(f"StepGraph: a CUDA graph cannot hold this step, run it without one (--no-cuda-graph): {first}") from error
     return graph.replay, result
-
-
-def check_capturable(device: torch.device, transport: str | None) -> None:
-    """Raise ValueError where a step waits for the GPU whatever its options are.
-
-    Args:
-        device: of the step.
-        transport: name of the EP group's transport; None without one.
-    """
-    if transport not in (None, "symmetric"):
-        raise ValueError(
-            f"--cuda-graph: experts over several ranks by {transport} transport, which reads on the host how many rows each rank sends, "
-            "want symmetric; give --ep 1 or --transport symmetric, or give --no-cuda-graph"
-        )
-    if checking(device):
-        raise ValueError("--cuda-graph with MXEP_CHECK=1, whose checks read values on the host; unset it, or give --no-cuda-graph")
 
 
 class StepGraph:

@@ -1,0 +1,30 @@
+"""`StepGraph` on a CPU, where a replay is a call: inputs go through the graph's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.steps import Recorder
+from torch import Tensor
+
+from mxep.step_graph import EAGER_STEPS, StepGraph
+from mxep.train.data.loader import Batch
+
+
+def test_inputs_are_copied_into_the_memory_of_the_first_call() -> None:
+    recorder, seen = Recorder(()), []
+
+    def total(batches: list[Batch], factor: Tensor) -> Tensor:
+        seen.append((*(batch.inputs.data_ptr() for batch in batches), factor.data_ptr()))
+        assert all(batch.documents is None for batch in batches)
+        return (sum(batch.inputs.sum() + batch.labels.sum() for batch in batches) * factor).double()
+
+    graph, found = StepGraph(torch.device("cpu"), recorder), []
+    for step in range(6):
+        batches = [Batch(torch.tensor([step, index]), torch.tensor([1, 2]), None) for index in range(2)]
+        found.append(float(graph(total, batches, torch.tensor(2.0))))
+    assert found == [2 * (2 * step + 7) for step in range(6)]
+    assert len(set(seen)) == 1
+    assert (recorder.recorded, recorder.replays) == (1, 6 - EAGER_STEPS)
+    with pytest.raises(ValueError, match=r"an input of \(3,\), want \(2,\) as in the first call"):
+        graph(total, [Batch(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2]), None)] * 2, torch.tensor(2.0))
