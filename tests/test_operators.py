@@ -69,6 +69,10 @@ def tokens() -> torch.Tensor:
 ADD, PADDING = {"accumulate": True}, {"mostly_padding": True}
 
 
+def lora(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
 def gate_up() -> dict[str, torch.Tensor]:
     return {"out_gate": torch.randn(G, N, K), "out_up": torch.randn(G, N, K)}
 
@@ -298,6 +302,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(M, N), torch.randn(M, K), torch.randn(G, 8, K), torch.randn(G, N, 8), offs()),
         (*(torch.randn(shape).bfloat16() for shape in ((5, N), (3, K), (G, 8, K), (G, N, 8))), offs() * 0 + 5, row_map()),
     ],
+    "group_lora_inner": lambda: [
+        (torch.randn(M, K), torch.randn(G, 8, K), offs()),
+        (torch.randn(3, K).bfloat16(), torch.randn(G, K, 8).bfloat16().transpose(-2, -1), offs() * 0 + 5, row_map()),
+    ],
     "rebase_weight": lambda: [mx(G, N, K)],
     "quantize_rows": lambda: [
         (torch.randn(M, K).bfloat16(), "rceil", "auto", True),
@@ -320,6 +328,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             (*rows[:2], *mx(G, N, K), offs(), torch.bfloat16, path(), None, "zero", rows.block_scale)
             for rows in (rebase_reference.rebase_rows(*mx(M, K), MAX_SPREAD[name]) for name in ("auto", "row"))
             if path() == "reference"  # of a GPU's only the FP8 paths take them
+        ),
+        *(
+            (*mx(M, K), *mx(G, N, K), offs(), torch.bfloat16, path(), {"inner": lora(M, 16), "lora_b": lora(G, N, 16)})
+            for _ in range(path() == "reference")  # likewise
         ),
     ],
     "grouped_wgrad_hp": lambda: [

@@ -31,11 +31,13 @@ class GemmPath(NamedTuple):
         granularity: of the rows' scales on the FP8 paths, see mxep.ops.grouped_gemm.hopper.rebase_reference.MAX_SPREAD; None elsewhere.
             These paths read weights in the form of `torch.ops.mxep.quantize_weight`.
         wgrad_multiplies_mx: wgrad multiplies MX rows as they are, writes float32 as well as bf16, and has the same bits in chunks.
+        adds_lora: a GEMM adds the second product of an adapter before it rounds (`mxep.ops.grouped_gemm.reference.fuses_lora`).
     """
 
     problem: Callable[[int, int], str | None]
     granularity: str | None = None
     wgrad_multiplies_mx: bool = False
+    adds_lora: bool = False
 
 
 def _reference_problem(major: int, minor: int) -> str | None:
@@ -56,11 +58,11 @@ def _blackwell_problem(major: int, minor: int) -> str | None:
 
 
 GEMM_PATHS = {
-    "reference": GemmPath(_reference_problem, wgrad_multiplies_mx=True),
+    "reference": GemmPath(_reference_problem, wgrad_multiplies_mx=True, adds_lora=True),
     "exact": GemmPath(_exact_problem),
-    "fp8": GemmPath(_fp8_problem, "auto", wgrad_multiplies_mx=True),
-    "fp8_row": GemmPath(_fp8_problem, "row", wgrad_multiplies_mx=True),
-    "fp8_span": GemmPath(_fp8_problem, "span", wgrad_multiplies_mx=True),
+    "fp8": GemmPath(_fp8_problem, "auto", wgrad_multiplies_mx=True, adds_lora=True),
+    "fp8_row": GemmPath(_fp8_problem, "row", wgrad_multiplies_mx=True, adds_lora=True),
+    "fp8_span": GemmPath(_fp8_problem, "span", wgrad_multiplies_mx=True, adds_lora=True),
     "blackwell": GemmPath(_blackwell_problem),
 }
 FP8_PATHS = {name: path.granularity for name, path in GEMM_PATHS.items() if path.granularity is not None}

@@ -70,6 +70,8 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # adds (x @ a.T) @ b.T of rows x (R, K), through row_map (M,) if given (zeros where it is -1), a (G, r, K) and b (G, N, r) to
         # out (M, N); returns x @ a.T (M, r)
         "add_group_lora(Tensor(a!) out, Tensor x, Tensor a, Tensor b, Tensor offs, Tensor? row_map=None) -> Tensor",
+        # the first product alone
+        "group_lora_inner(Tensor x, Tensor a, Tensor offs, Tensor? row_map=None) -> Tensor",
     ),
     ("grouped_gemm.reference", "grouped_gemm.wgrad"): (
         # (M, N), (M, K) -> (G, N, K); with grad_map (M,) row m of the gradient is grad[grad_map[m]], zeros where it is -1
@@ -83,7 +85,8 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # sb: (G, N, K/32) e8m0, or float32 (G, N) of quantize_weight; row_map (M,): row m of a is qa[row_map[m]], zeros where it is -1;
         # sa: (M, K/32) e8m0, or float32 (M,) of RebasedRows, with block_scale (ceil(K/128), M) unless no row is wide
         "grouped_mm_mx(Tensor qa, Tensor sa, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str path, "
-        "Tensor? row_map=None, str padding_rows='zero', Tensor? block_scale=None) -> Tensor",
+        # inner (M, 16) and lora_b (G, N, 16): the second product of an adapter, which is added before rounding
+        "Tensor? row_map=None, str padding_rows='zero', Tensor? block_scale=None, Tensor? inner=None, Tensor? lora_b=None) -> Tensor",
         # grouped_wgrad_hp of the dequantised values of MX rows, 1x32 along the columns: qg (M, N), qa (M, K); with maps (M,) token m is row
         # g_map[m] of qg and a_map[m] of qa; mostly_padding: most tokens, or all, may be in no group
         "grouped_wgrad_mx(Tensor qg, Tensor sg, Tensor qa, Tensor sa, Tensor offs, ScalarType out_dtype, str path, "

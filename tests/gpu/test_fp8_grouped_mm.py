@@ -87,6 +87,40 @@ def test_forward_fuzz(out_dtype: torch.dtype):
         assert error <= LIMIT_FUZZ, f"M={M} K={K} N={N} G={G} {granularity}: {error:.2e}"
 
 
+@pytest.mark.usefixtures("poison")
+def test_adapters_are_added_before_the_result_is_rounded():
+    """Tall tiles, half tiles, few stages, wide rows, empty groups and rows past the last end, which have no adapter."""
+    rng = random.Random(2)
+    for case in range(40):
+        M, N, G = rng.choice((1, 40, 700, 3000)), 32 * rng.randint(1, 30), rng.choice((1, 3, 12, 70))
+        K = rng.choice((32, 64, 352, 640, 2560))
+        a, b, ends = normal(M, K), normal(G, N, K), ragged(G, M, seed=case)
+        if case % 4 == 0:
+            a[1].view(torch.uint8)[::7, ::2] -= 20  # far exponents
+        inner, lora_b = torch.randn(M, 16, device="cuda").bfloat16(), torch.randn(G, N, 16, device="cuda").bfloat16() * K**0.5
+        offs, padding_rows = torch.tensor(ends, device="cuda"), rng.choice(("zero", "skip"))
+        rows, weight = rebase_rows(*a, MAX_SPREAD[rng.choice(("auto", "row", "span"))]), rebase_weight(*b)
+        out = fp8_grouped_mm(rows, weight, offs, BF16, padding_rows, inner, lora_b)
+        without, start = fp8_grouped_mm(rows, weight, offs, FLOAT32, padding_rows), 0
+        for group, end in enumerate(ends):
+            want = without[start:end].double() + inner[start:end].double() @ lora_b[group].double().t()
+            torch.testing.assert_close(out[start:end].double(), want, rtol=2**-8, atol=1e-4 * K**0.5)
+            start = end
+        if padding_rows == "zero":
+            assert not out[start:].view(torch.uint8).any()
+
+
+def test_adapters_that_do_not_fit():
+    a, b, offs = normal(64, 64), normal(2, 96, 64), even(2, 64)
+    rows, weight = rebase_rows(*a, MAX_SPREAD["auto"]), rebase_weight(*b)
+    inner, lora_b = torch.zeros(64, 16, device="cuda", dtype=BF16), torch.zeros(2, 96, 16, device="cuda", dtype=BF16)
+    for wrong in ((inner[:, :8], lora_b[..., :8]), (inner, None), (inner.float(), lora_b), (inner[:32], lora_b), (inner, lora_b[:, :64])):
+        with pytest.raises(ValueError, match=r"inner and lora_b are .* add it by add_group_lora"):
+            fp8_grouped_mm(rows, weight, offs, BF16, "zero", *wrong)
+    with pytest.raises(ValueError, match=r"results in torch\.float32"):
+        fp8_grouped_mm(rows, weight, offs, FLOAT32, "zero", inner, lora_b)
+
+
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
 @pytest.mark.usefixtures("poison")
 def test_wgrad_fuzz(out_dtype: torch.dtype):

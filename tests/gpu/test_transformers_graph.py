@@ -23,6 +23,11 @@ pytestmark = pytest.mark.gpu
 RECOMPUTED = {"use_reentrant": False, "preserve_rng_state": False}
 
 
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MXEP_CHECK", "0")  # checks read values on the host
+
+
 class Run:
     """LoRA of a small model; `calls` counts what Python ran of its step."""
 
@@ -72,7 +77,7 @@ def test_steps_are_those_without_a_graph(family: str, in_mx: bool) -> None:
     assert (eager.calls, graphed.calls) == (8, EAGER_STEPS + 1)
     for a, b in zip(eager.trained, graphed.trained, strict=True):
         assert torch.equal(a, b)
-    assert want[-1] < want[0]
+    assert len(set(want)) == 8, "each step has its own batch"
 
 
 def test_a_step_that_reads_a_value_is_an_error() -> None:

@@ -264,6 +264,7 @@ def test_add_group_lora():
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
             assert torch.equal(got[:, N:], before[:, N:])
             assert torch.equal(got[operands[3][-1] :], before[operands[3][-1] :])
+            assert torch.equal(kernels.group_lora_inner(operands[0], *operands[1:2], *operands[3:]), inner)
     assert kernels.add_group_lora(before[:0, :N], x[:0], a, b, ends * 0).shape == (0, rank)
     with pytest.raises(ValueError, match=r"add_group_lora: out \(150, 133\) .* all bfloat16 or all float32"):
         kernels.add_group_lora(before, x, a, b, ends)

@@ -94,6 +94,8 @@ VARIANTS = {
     "wgrad_float32": gemm(wgrad=True, out_dtype=torch.float32),
     "wgrad_accumulate": gemm(wgrad=True, out_dtype=torch.float32, accumulate=True),
     "grouped_mm_skip": gemm(block_scales=True, skip=True),
+    "grouped_mm_lora": gemm(block_scales=True, skip=True, lora=True),
+    "grouped_mm_row_lora": gemm(lora=True),
     "wgrad_skip": gemm(wgrad=True, skip=True),
     "wgrad_skip_float32": gemm(wgrad=True, out_dtype=torch.float32, skip=True),
     "bf16_wgrad": wgrad_of_bf16(BF16),

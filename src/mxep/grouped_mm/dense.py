@@ -3,8 +3,8 @@
 It takes input and weight as the layer has them, so autograd records one node and no views, and it checks them once for every combination of
 shapes, dtypes and devices: for narrow layers the host's time is most of a call.
 
-Low-rank adapters are part of the function.  Their GEMMs add to the layer's result and to its gradient, so no pass of their own reads or
-writes rows of the layer's widths; they also scale, and sum gradients of factors in float32.
+Low-rank adapters are part of the function.  The layer's GEMMs add their second products where they can (`adds_lora`), else GEMMs of their
+own add to the layer's result and to its gradient; these also scale, and sum gradients of factors in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from mxep.checks import check_mode
 from mxep.device import is_capturing
 from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, multiply
-from mxep.grouped_mm.products import GemmOptions, gemm_options
+from mxep.grouped_mm.products import GemmOptions, adds_lora, gemm_options
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import unflatten_rows
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
@@ -114,17 +114,20 @@ class _DenseMM(torch.autograd.Function):
         ctx.gemm, ctx.lead, ctx.scaling, ctx.drops = gemm, x.shape[:-1], scaling, dropped is not None
         rows = _rows(x)
         of_adapter: Sequence[Tensor | None] = (None,) * 4
+        lora = None
+        if a is not None and b is not None:
+            ctx.dtypes = a.dtype, b.dtype
+            adapted, a, b = dequantize_data(rows) if dropped is None else _rows(dropped), a.to(x.dtype), b.to(x.dtype)
+            lora = _scaled_product(adapted, a.t(), scaling), b.unsqueeze(0)
+            of_adapter = a, b, lora[0], adapted if ctx.needs_input_grad[5] else None
+        fused = lora is not None and adds_lora(gemm, lora[0].shape[1])
         if gemm is None:
             out, saved = _multiply_hp(ctx, rows, w, bias)
         else:  # a frozen weight past the dispatcher, which costs the host more than a launch
             group = w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
-            out, saved = multiply(ctx, rows, group, _group_end(rows), bias, gemm, kept=kept)
-        if a is not None and b is not None:
-            ctx.dtypes = a.dtype, b.dtype
-            adapted, a, b = dequantize_data(rows) if dropped is None else _rows(dropped), a.to(x.dtype), b.to(x.dtype)
-            inner = _scaled_product(adapted, a.t(), scaling)
-            out.addmm_(inner, b.t())
-            of_adapter = a, b, inner, adapted if ctx.needs_input_grad[5] else None
+            out, saved = multiply(ctx, rows, group, _group_end(rows), bias, gemm, kept=kept, lora=lora if fused else None)
+        if lora is not None and not fused:
+            out.addmm_(lora[0], lora[1][0].t())
         ctx.save_for_backward(*of_adapter, *saved)
         return out if x.dim() == 2 else unflatten_rows(out, x.shape[:-1])
 
@@ -132,22 +135,24 @@ class _DenseMM(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         a, b, inner, adapted, *saved = ctx.saved_tensors
         needs_x, needs_w, needs_bias, _, _, *of_adapter = ctx.needs_input_grad
-        d_y, d_a, d_b, d_dropped = _rows(grads[0]), None, None, None
+        d_y, d_a, d_b, d_dropped, d_inner, lora = _rows(grads[0]), None, None, None, None, None
         if a is not None:
             d_y = dequantize_data(d_y).contiguous()
+            d_inner = _scaled_product(d_y, b, ctx.scaling)
+            if not ctx.drops and adds_lora(ctx.gemm, a.shape[0]):
+                lora = d_inner, a.t().unsqueeze(0)
         if ctx.gemm is None:
             d_rows, d_w, d_bias = _gradients_hp(ctx, saved, d_y)
         else:
-            d_rows, d_w, d_bias = gradients(ctx, saved, _group_end(d_y), d_y, needs_x, needs_w, needs_bias)
+            d_rows, d_w, d_bias = gradients(ctx, saved, _group_end(d_y), d_y, needs_x, needs_w, needs_bias, lora)
             d_w = None if d_w is None else d_w.squeeze(0)
-        if a is not None:
+        if d_inner is not None:
             needs_a, needs_b, _, needs_dropped = of_adapter
-            d_inner = _scaled_product(d_y, b, ctx.scaling)
             d_a = _factor_gradient(d_inner.t(), adapted, ctx.dtypes[0]) if needs_a else None
             d_b = _factor_gradient(d_y.t(), inner, ctx.dtypes[1]) if needs_b else None
             if needs_dropped:
                 d_dropped = (d_inner @ a).view(*ctx.lead, a.shape[1])
-            if d_rows is not None and not ctx.drops:
+            if d_rows is not None and not ctx.drops and lora is None:
                 d_rows.addmm_(d_inner, a)
         d_x = d_rows if d_rows is None or len(ctx.lead) == 1 else d_rows.view(*ctx.lead, d_rows.shape[-1])
         return (d_x, d_w, d_bias, None, None, d_a, d_b, None, d_dropped)[: 5 + len(of_adapter)]

@@ -21,6 +21,7 @@ from mxep.checks import check_mode, check_tensors, values_checked
 from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
 from mxep.grouped_mm.products import (
     GemmOptions,
+    LoraProduct,
     Weights,
     add_wgrad,
     dgrad_gemm,
@@ -74,8 +75,12 @@ def multiply(
     weight_dtype: torch.dtype | None = None,
     kept: CachedWeight | None = None,
     main_grad: torch.Tensor | None = None,
+    lora: LoraProduct | None = None,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
-    """Forward of an autograd function: rows a (M, K) times weights w (G, N, K) -> (M, N), and what is saved for `gradients`."""
+    """Forward of an autograd function: rows a (M, K) times weights w (G, N, K) -> (M, N), and what is saved for `gradients`.
+
+    `lora`: as in `forward_gemm`.
+    """
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
     operands = gemm_operands(a, gemm, pad_map)
     assert operands.gemm is not None
@@ -84,7 +89,7 @@ def multiply(
     one_path = gemm is not None and (a.dtype == gemm.out_dtype or gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype))
     for_dgrad = one_path and all(ctx.needs_input_grad[:2])
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
-    out = forward_gemm(operands.gemm, weights, ends, operands.row_map)
+    out = forward_gemm(operands.gemm, weights, ends, operands.row_map, lora=lora)
     if pad_map is not None:
         out = scatter(out, pad_map, a.shape[0])
     # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
@@ -95,9 +100,19 @@ def multiply(
 
 
 def gradients(
-    ctx: Any, saved: Sequence[Any], offs: torch.Tensor, grad: torch.Tensor, needs_a: bool, needs_w: bool, needs_bias: bool
+    ctx: Any,
+    saved: Sequence[Any],
+    offs: torch.Tensor,
+    grad: torch.Tensor,
+    needs_a: bool,
+    needs_w: bool,
+    needs_bias: bool,
+    lora: LoraProduct | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of a, w and bias from that of `multiply`'s result, (M, N), MX or plain; None for one that is not needed."""
+    """Gradients of a, w and bias from that of `multiply`'s result, (M, N), MX or plain; None for one that is not needed.
+
+    `lora`: as in `dgrad_gemm`.
+    """
     data, scale, w, pad_map, ends, *dgrad_form = saved
     gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
     ends = offs if pad_map is None else ends
@@ -110,7 +125,7 @@ def gradients(
     weights = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=tuple(dgrad_form))
     if needs_a:
         assert operands.gemm is not None
-        d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map)
+        d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map, lora=lora)
         d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
     operands = operands._replace(gemm=None)  # wgrad need not hold its memory
     if needs_w:

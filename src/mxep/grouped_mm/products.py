@@ -27,6 +27,7 @@ from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedWeight
+from mxep.ops.grouped_gemm.reference import fuses_lora
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale
 QuantizedWeight = Bytes | RebasedWeight
@@ -386,24 +387,86 @@ class Weights:
 # ---------------------------------------------------------------- forward and dgrad
 
 
+LoraProduct = tuple[Tensor, Tensor]  # inner (P, r), what an adapter's first factor made of the rows, and its second one (L, N, r)
+
+
 def forward_gemm(
-    rows: Tensor | RebasedRows, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero"
+    rows: Tensor | RebasedRows,
+    weights: Weights,
+    offs: Tensor,
+    row_map: Tensor | None = None,
+    padding_rows: str = "zero",
+    lora: LoraProduct | None = None,
 ) -> Tensor:
     """rows (R, K), MX, plain, or rebased and in order, times weights (L, N, K) -> (P, N) in the experts' order.
 
-    `padding_rows`: rows past the last group are "zero", or undefined with "skip".
+    `padding_rows`: rows past the last group are "zero", or undefined with "skip".  `lora`: what is added before the result is rounded,
+    where `adds_lora` says so.
     """
-    return _gemm(rows, weights, "forward", offs, row_map, padding_rows)
+    return _gemm(rows, weights, "forward", offs, row_map, padding_rows, lora)
 
 
 def dgrad_gemm(
-    grad: Tensor | RebasedRows, weights: Weights, offs: Tensor, row_map: Tensor | None = None, padding_rows: str = "zero"
+    grad: Tensor | RebasedRows,
+    weights: Weights,
+    offs: Tensor,
+    row_map: Tensor | None = None,
+    padding_rows: str = "zero",
+    lora: LoraProduct | None = None,
 ) -> Tensor:
     """Gradients (R, N) times the weights' transposes -> (P, K); as `forward_gemm`."""
-    return _gemm(grad, weights, "dgrad", offs, row_map, padding_rows)
+    return _gemm(grad, weights, "dgrad", offs, row_map, padding_rows, lora)
 
 
-def _gemm(rows: Tensor | RebasedRows, weights: Weights, which: str, offs: Tensor, row_map: Tensor | None, padding_rows: str) -> Tensor:
+def adds_lora(gemm: GemmOptions | None, rank: int) -> bool:
+    """Whether the GEMMs of these options add an adapter of this rank to their sums, and no pass of its own has to."""
+    if gemm is None or gemm.pad_groups:
+        return False
+    return GEMM_PATHS[gemm.path_to(gemm.out_dtype)].adds_lora and fuses_lora(rank, gemm.out_dtype)
+
+
+class Lora(NamedTuple):
+    """An adapter of row groups: x @ w.T becomes x @ w.T + (x @ a.T) @ b.T.
+
+    Attributes:
+        x: the rows (R, K) that `a` multiplies, MX or plain, through their `row_map` (P,).  a: (L, r, K).  b: (L, N, r).
+    """
+
+    x: Tensor
+    a: Tensor
+    b: Tensor
+    row_map: Tensor | None = None
+
+
+def lora_gemm(
+    rows: Tensor | RebasedRows,
+    weights: Weights,
+    which: str,
+    offs: Tensor,
+    lora: Lora,
+    row_map: Tensor | None = None,
+    padding_rows: str = "zero",
+) -> tuple[Tensor, Tensor]:
+    """`forward_gemm` or `dgrad_gemm` (`which`) with an adapter's products, and the first of these, x @ a.T (P, r)."""
+    x, a, b, x_map = lora
+    if isinstance(x, MXTensor):
+        x, x_map = row_values(x, x_map, offs), None
+    if adds_lora(weights.gemm, a.shape[1]):
+        inner = direct.group_lora_inner(x, a, offs, x_map)
+        return _gemm(rows, weights, which, offs, row_map, padding_rows, (inner, b)), inner
+    out = _gemm(rows, weights, which, offs, row_map, padding_rows)
+    return out, direct.add_group_lora(out, x, a, b, offs, x_map)
+
+
+def _gemm(
+    rows: Tensor | RebasedRows,
+    weights: Weights,
+    which: str,
+    offs: Tensor,
+    row_map: Tensor | None,
+    padding_rows: str,
+    lora: LoraProduct | None = None,
+) -> Tensor:
     if (gemm := weights.gemm) is not None:
         operand: Bytes | RebasedRows
         if isinstance(rows, RebasedRows):
@@ -412,7 +475,7 @@ def _gemm(rows: Tensor | RebasedRows, weights: Weights, which: str, offs: Tensor
             operand = RebasedRows(*direct.quantize_rows(rows, gemm.mode, gemm.rebased, False))
         else:
             operand = quantized(rows, gemm.mode)
-        return mx_gemm(operand, weights.quantized(which), offs, gemm, row_map, padding_rows)
+        return mx_gemm(operand, weights.quantized(which), offs, gemm, row_map, padding_rows, lora)
     assert not isinstance(rows, RebasedRows)
     weight, rows = weights.concat(), row_values(rows, row_map, offs)
     return direct.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
@@ -425,11 +488,12 @@ def mx_gemm(
     gemm: GemmOptions,
     row_map: Tensor | None = None,
     padding_rows: str = "zero",
+    lora: LoraProduct | None = None,
 ) -> Tensor:
     """`forward_gemm` of operands that are quantised already."""
     block_scale = rows.block_scale if isinstance(rows, RebasedRows) else None
     path = gemm.path_to(gemm.out_dtype)
-    return direct.grouped_mm_mx(*rows[:2], *weight, offs, gemm.out_dtype, path, row_map, padding_rows, block_scale)
+    return direct.grouped_mm_mx(*rows[:2], *weight, offs, gemm.out_dtype, path, row_map, padding_rows, block_scale, *(lora or ()))
 
 
 # ---------------------------------------------------------------- wgrad

@@ -4,7 +4,7 @@ before  rows (R, D), MX or plain, and where the rows of each expert are: `Expert
 after   rows (P, D) in the experts' order, each times its score where there are scores
 forward   gate and up in one GEMM -> (P, 2H), or (P, H) without a gate; bias and activation in float32, times the score, straight to the
           form that the down GEMM reads -> h (P, H); the down GEMM; its bias, times the score
-          An adapter adds its two products, in high precision, to the result of its weight's GEMM, in one pass
+          An adapter's products, in high precision, are added to its weight's GEMM (`mxep.grouped_mm.products.lora_gemm`)
 backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
           The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
 saves     the callers keep gate and up, and not h: backward reads gate and up anyway and computes h from them.  With an
@@ -28,6 +28,7 @@ from mxep.grouped_mm.bias import bias_grad
 from mxep.grouped_mm.products import (
     Forms,
     GemmOptions,
+    Lora,
     Weights,
     as_mx,
     dgrad_form,
@@ -35,8 +36,8 @@ from mxep.grouped_mm.products import (
     form_names,
     forward_gemm,
     is_transposed,
+    lora_gemm,
     quantized,
-    row_values,
     wgrad_form,
     wgrad_gate_up,
     wgrad_gemm,
@@ -258,16 +259,6 @@ def _product(x: Tensor, factor: Tensor | None, rows: ExpertRows, options: Expert
     return direct.grouped_mm_hp(x, factor, rows.offs, x.dtype, options.padding_rows)
 
 
-def _add_lora(out: Tensor, x: Tensor, a: Tensor, b: Tensor, offs: Tensor, row_map: Tensor | None = None) -> Tensor:
-    """Adds rows x (R, K), MX or plain and through their map, times an adapter's factors a (L, R, K) and b (L, N, R) to out (P, N).
-
-    Returns x @ a.T, (P, R).
-    """
-    if isinstance(x, MXTensor):
-        x, row_map = row_values(x, row_map, offs), None
-    return direct.add_group_lora(out, x, a, b, offs, row_map)
-
-
 class GateUp(NamedTuple):
     """Gate and up (P, 2H) as they are kept, MX or plain; what an adapter's b1 (L, 2H, r) multiplied, (P, r); and h (P, H) where the pass
     that quantised gate and up made it, else None."""
@@ -279,10 +270,10 @@ class GateUp(NamedTuple):
 
 def _gate_up_gemm(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> GateUp:
     """Rows x (R, D) -> gate and up as they are."""
-    gate_up, lora = forward_gemm(x, gemms[0], rows.offs, rows.token_map, options.padding_rows), weights.lora
+    lora, how = weights.lora, (rows.token_map, options.padding_rows)
     if lora.a1 is None or lora.b1 is None:
-        return GateUp(gate_up)
-    return GateUp(gate_up, _add_lora(gate_up, x, lora.a1, lora.b1, rows.offs, rows.token_map))
+        return GateUp(forward_gemm(x, gemms[0], rows.offs, *how))
+    return GateUp(*lora_gemm(x, gemms[0], "forward", rows.offs, Lora(x, lora.a1, lora.b1, rows.token_map), *how))
 
 
 def gate_up_gemm(
@@ -303,10 +294,12 @@ def down_gemm(first: GateUp, weights: ExpertWeights, gemms: ExpertGemms, rows: E
     """The experts' outputs (P, D): activation and down GEMM."""
     h = activate(first.gate_up, weights, rows, options, "")[0] if first.h is None else first.h
     form = next(form for form in (h.rebased, h.mx, h.hp) if form is not None)
-    out = forward_gemm(form, gemms[1], rows.offs, padding_rows=options.padding_rows)
     if weights.lora.a2 is not None and weights.lora.b2 is not None:
         assert h.hp is not None
-        _add_lora(out, h.hp, weights.lora.a2, weights.lora.b2, rows.offs)
+        lora = Lora(h.hp, weights.lora.a2, weights.lora.b2)
+        out, _ = lora_gemm(form, gemms[1], "forward", rows.offs, lora, padding_rows=options.padding_rows)
+    else:
+        out = forward_gemm(form, gemms[1], rows.offs, padding_rows=options.padding_rows)
     if weights.b2 is not None:
         out = direct.add_group_bias(out, weights.b2, rows.offs, rows.scores)
     return out
@@ -376,10 +369,12 @@ def activation_gradients(
     if first is None:
         first = _gate_up_gemm(read_x(), weights, gemms, rows, options)
         first = first._replace(gate_up=as_mx(first.gate_up, keep_as)) if keep_as else first
-    dh = dgrad_gemm(grad, gemms[1], rows.offs, rows.grad_map, options.padding_rows)  # (P, H)
-    d_ha = None
+    how = rows.grad_map, options.padding_rows
     if lora.a2 is not None and lora.b2 is not None:
-        d_ha = _add_lora(dh, grad, lora.b2.transpose(-2, -1), lora.a2.transpose(-2, -1), rows.offs, rows.grad_map)
+        transposed = Lora(grad, lora.b2.transpose(-2, -1), lora.a2.transpose(-2, -1), rows.grad_map)
+        dh, d_ha = lora_gemm(grad, gemms[1], "dgrad", rows.offs, transposed, *how)  # (P, H)
+    else:
+        dh, d_ha = dgrad_gemm(grad, gemms[1], rows.offs, *how), None
     adapts = lora.b1 is not None and (needs.x or needs.lora1)
     forms = form_names(gemm, needs.x, needs.w1 or needs.w3, adapts or needs.b1 or needs.b3), form_names(gemm, False, needs.w2, needs.lora2)
     return activate_backward(dh, first.gate_up, weights, rows, options, forms)._replace(xa=first.xa, d_ha=d_ha)
@@ -393,11 +388,13 @@ def rows_gradient(
     The rows that this function alone reads are not in the result, so that their memory can be freed.
     """
     lora, d_gate_up = weights.lora, activation_grads.gate_up
-    d_x = dgrad_gemm(dgrad_form(d_gate_up, options.gemm), gemms[0], rows.offs, padding_rows=options.padding_rows)
-    d_xa = None
+    form = dgrad_form(d_gate_up, options.gemm)
     if lora.a1 is not None and lora.b1 is not None:
         assert d_gate_up.hp is not None
-        d_xa = _add_lora(d_x, d_gate_up.hp, lora.b1.transpose(-2, -1), lora.a1.transpose(-2, -1), rows.offs)
+        transposed = Lora(d_gate_up.hp, lora.b1.transpose(-2, -1), lora.a1.transpose(-2, -1))
+        d_x, d_xa = lora_gemm(form, gemms[0], "dgrad", rows.offs, transposed, padding_rows=options.padding_rows)
+    else:
+        d_x, d_xa = dgrad_gemm(form, gemms[0], rows.offs, padding_rows=options.padding_rows), None
     return d_x, activation_grads._replace(gate_up=d_gate_up._replace(rebased=None), d_xa=d_xa)
 
 

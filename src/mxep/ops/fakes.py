@@ -114,6 +114,10 @@ def add_group_lora(call: Call) -> Tensor:
     return call.x.new_empty((call.out.shape[0], call.a.shape[1]))
 
 
+def group_lora_inner(call: Call) -> Tensor:
+    return call.x.new_empty(((call.x if call.row_map is None else call.row_map).shape[0], call.a.shape[1]))
+
+
 def quantize_weight(call: Call) -> list[Tensor]:
     (G, R, C), S = call.first.shape, 0 if call.second is None else call.second.shape[1]
     shapes = [(G, R + S, C)] * call.rowwise + [(G, C, R + S)] * call.columnwise

@@ -10,6 +10,8 @@ from mxep.ops.grouped_gemm.wgrad import grouped_wgrad_hp
 from mxep.ops.quantize.dequantize import dequantize
 
 Bytes = tuple[torch.Tensor, torch.Tensor]  # qdata e4m3, scale e8m0
+Lora = tuple[torch.Tensor, torch.Tensor]  # inner (M, r), lora_b (G, N, r)
+_ADDS_NONE = "adds none, want a path of FP8_PATHS; add it by add_group_lora"
 
 
 class ExactPath:
@@ -23,14 +25,31 @@ class ExactPath:
         return weight
 
     def gemm(
-        self, rows: Bytes, weight: Bytes, offs: torch.Tensor, out_dtype: torch.dtype, row_map: torch.Tensor | None, padding_rows: str
+        self,
+        rows: Bytes,
+        weight: Bytes,
+        offs: torch.Tensor,
+        out_dtype: torch.dtype,
+        row_map: torch.Tensor | None,
+        padding_rows: str,
+        lora: Lora | None = None,
     ) -> torch.Tensor:
         """`grouped_mm_mx`; the weight may be prepared."""
+        if lora is not None:
+            raise ValueError(f"grouped_mm_mx: an adapter on a path that {_ADDS_NONE}")
         num_valid_rows = offs[-1:] if padding_rows == "skip" else None
         values, weights = dequantize(*rows, torch.bfloat16, row_map, num_valid_rows), dequantize(*weight, torch.bfloat16)
         return grouped_mm_hp(values, weights, offs, out_dtype, padding_rows)
 
-    def gemm_rebased(self, rows: RebasedRows, weight: Bytes, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str) -> torch.Tensor:
+    def gemm_rebased(
+        self,
+        rows: RebasedRows,
+        weight: Bytes,
+        offs: torch.Tensor,
+        out_dtype: torch.dtype,
+        padding_rows: str,
+        lora: Lora | None = None,
+    ) -> torch.Tensor:
         """`grouped_mm_mx` of rows that their producer has rebased, for paths that have a granularity."""
         raise ValueError("grouped_mm_mx: rebased rows on a path that multiplies MX rows, want a path of FP8_PATHS; pass the MX rows")
 

@@ -100,6 +100,19 @@ def add_group_lora(
         (M, r), the first product; rows past offs[-1] are zero.
     """
     check_group_lora(out, x, a, b, offs, row_map)
+    return _products(out, x, a, b, offs, row_map)
+
+
+def group_lora_inner(x: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, row_map: torch.Tensor | None = None) -> torch.Tensor:
+    """The first product of `add_group_lora` alone, (M, r)."""
+    out, b = x.new_empty(x.shape[0] if row_map is None else row_map.shape[0], 0), a[:, :, :0].transpose(1, 2)
+    check_group_lora(out, x, a, b, offs, row_map)
+    return _products(out, x, a, b, offs, row_map)
+
+
+def _products(
+    out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, row_map: torch.Tensor | None
+) -> torch.Tensor:
     (M, N), (G, R, K) = out.shape, a.shape
     inner = torch.empty((M, R), dtype=x.dtype, device=x.device)
 

@@ -37,6 +37,8 @@ def grouped_mm_mx(
     row_map: torch.Tensor | None = None,
     padding_rows: str = "zero",
     block_scale: torch.Tensor | None = None,
+    inner: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`grouped_mm_hp` of MX operands, both 1x32 along K.
 
@@ -48,6 +50,7 @@ def grouped_mm_mx(
             gather and rebase in one pass, the others gather first.
         padding_rows: as in `grouped_mm_hp`.
         block_scale: of `RebasedRows`, None where it has none.
+        inner, lora_b: of adapters, as in the reference; on the FP8 paths, of which `fuses_lora` says when.
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
@@ -55,9 +58,10 @@ def grouped_mm_mx(
     check_padding_rows("grouped_mm_mx", padding_rows)
     offs = offs.to(torch.int32).contiguous()
     rows, how = check_rows(qa, sa, row_map, block_scale), path_of(path, qa.device)
+    lora = None if inner is None or lora_b is None else (inner, lora_b)
     if isinstance(rows, RebasedRows):
-        return how.gemm_rebased(rows, (qb, sb), offs, out_dtype, padding_rows)
-    return how.gemm(rows, (qb, sb), offs, out_dtype, row_map, padding_rows)
+        return how.gemm_rebased(rows, (qb, sb), offs, out_dtype, padding_rows, lora)
+    return how.gemm(rows, (qb, sb), offs, out_dtype, row_map, padding_rows, lora)
 
 
 def grouped_wgrad_mx(

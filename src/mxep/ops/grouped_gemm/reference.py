@@ -106,6 +106,35 @@ def add_group_lora(
     return inner
 
 
+def group_lora_inner(x: torch.Tensor, a: torch.Tensor, offs: torch.Tensor, row_map: torch.Tensor | None = None) -> torch.Tensor:
+    """x[rows of g] @ a[g].T, the first product of `add_group_lora`, whose arguments these are: (M, r) in x's dtype."""
+    check_group_lora(x.new_empty(x.shape[0] if row_map is None else row_map.shape[0], 0), x, a, a[:, :, :0].transpose(1, 2), offs, row_map)
+    return grouped_mm_hp(x if row_map is None else gather_rows(x, row_map), a, offs, x.dtype)
+
+
+FUSED_RANK = 16  # of adapters that a GEMM of MX rows can add
+
+
+def fuses_lora(rank: int, out_dtype: torch.dtype) -> bool:
+    """Whether a GEMM path that adds adapters takes one of this rank, to results of that dtype."""
+    return rank == FUSED_RANK and out_dtype == torch.bfloat16
+
+
+def check_lora(
+    where: str, inner: torch.Tensor | None, lora_b: torch.Tensor | None, shape: tuple[int, int, int], out_dtype: torch.dtype
+) -> None:
+    """Raise ValueError for an adapter that a GEMM (M, K) x (G, N, K) of that `shape`, (M, G, N), cannot add."""
+    if inner is None and lora_b is None:
+        return
+    M, G, N = shape
+    wanted = ((M, FUSED_RANK), torch.bfloat16), ((G, N, FUSED_RANK), torch.bfloat16)
+    got = [None if factor is None else (tuple(factor.shape), factor.dtype) for factor in (inner, lora_b)]
+    if got != list(wanted) or out_dtype != torch.bfloat16:
+        raise ValueError(
+            f"{where}: inner and lora_b are {got} for results in {out_dtype}, want {wanted}, bfloat16; add it by add_group_lora"
+        )
+
+
 def is_rebased(scale: torch.Tensor) -> bool:
     """Whether a scale is that of `RebasedRows` or of a `RebasedWeight`, float32, and not e8m0 of 32 values each."""
     return scale.dtype == torch.float32
@@ -140,6 +169,8 @@ def grouped_mm_mx(
     row_map: torch.Tensor | None = None,
     padding_rows: str = "zero",
     block_scale: torch.Tensor | None = None,
+    inner: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`grouped_mm_hp` of MX operands, both 1x32 along K.
 
@@ -150,14 +181,19 @@ def grouped_mm_mx(
         row_map: (M,) int32, the row of qa that is row m, -1 for zeros; qa's rows are then any number.
         padding_rows: as in `grouped_mm_hp`.
         block_scale: of `RebasedRows`, None where it has none.
+        inner, lora_b: of adapters, (M, 16) and (G, N, 16) bf16: inner[rows of g] @ lora_b[g].T is added before a bf16 result is rounded.
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
     rows = check_rows(qa, sa, row_map, block_scale)
+    num_rows = qa.shape[0] if row_map is None else row_map.shape[0]
+    check_lora("grouped_mm_mx", inner, lora_b, (num_rows, *qb.shape[:2]), out_dtype)
     a = dequantize_rows(rows) if isinstance(rows, RebasedRows) else dequantize(qa, sa, torch.float32, row_map)
     b = qb.float() * sb[..., None] if is_rebased(sb) else dequantize(qb, sb, torch.float32)
-    return grouped_mm_hp(a, b, offs, out_dtype, padding_rows)
+    if inner is None or lora_b is None:
+        return grouped_mm_hp(a, b, offs, out_dtype, padding_rows)
+    return grouped_mm_hp(torch.cat((a, inner.float()), 1), torch.cat((b, lora_b.float()), 2), offs, out_dtype, padding_rows)
 
 
 def check_out(where: str, out: torch.Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, accumulate: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mxep.ops.grouped_gemm.exact import Bytes, ExactPath
+from mxep.ops.grouped_gemm.exact import Bytes, ExactPath, Lora
 from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad
 from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens, rebase_weight
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedTokens, RebasedWeight
@@ -33,13 +33,28 @@ class Fp8Path(ExactPath):
         return weight if is_rebased(weight[1]) else rebase_weight(*weight)
 
     def gemm(
-        self, rows: Bytes, weight: Bytes, offs: torch.Tensor, out_dtype: torch.dtype, row_map: torch.Tensor | None, padding_rows: str
+        self,
+        rows: Bytes,
+        weight: Bytes,
+        offs: torch.Tensor,
+        out_dtype: torch.dtype,
+        row_map: torch.Tensor | None,
+        padding_rows: str,
+        lora: Lora | None = None,
     ) -> torch.Tensor:
         rebased = rebase_rows(*rows, self._max_spread, row_map, offs[-1:] if padding_rows == "skip" else None)
-        return self.gemm_rebased(rebased, weight, offs, out_dtype, padding_rows)
+        return self.gemm_rebased(rebased, weight, offs, out_dtype, padding_rows, lora)
 
-    def gemm_rebased(self, rows: RebasedRows, weight: Bytes, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str) -> torch.Tensor:
-        return fp8_grouped_mm(rows, RebasedWeight(*self.prepare_weight(weight)), offs, out_dtype, padding_rows)
+    def gemm_rebased(
+        self,
+        rows: RebasedRows,
+        weight: Bytes,
+        offs: torch.Tensor,
+        out_dtype: torch.dtype,
+        padding_rows: str,
+        lora: Lora | None = None,
+    ) -> torch.Tensor:
+        return fp8_grouped_mm(rows, RebasedWeight(*self.prepare_weight(weight)), offs, out_dtype, padding_rows, *(lora or ()))
 
     def wgrad(
         self,

@@ -16,14 +16,20 @@
 // BLOCK_SCALES: a row of A has one scale, applied after the sum. Where it is negative, the row also has one scale per 128 of K, applied
 // at each promotion; most of these are 1. The producer finds the tiles with at least one such row. In such a tile a warp whose rows all
 // have scale 1 in a step adds; other warps multiply and add, which takes more power and, sustained, costs a fifth of the speed.
+//
+// LORA: out[m, n] += sum_r inner[m, r] lora_b[g, n, r], of RANK bf16 products, before a result is rounded. The producer brings the 256
+// rows of lora_b of a tile with its last stage, and a warp multiplies as it stores.
 
-constexpr int MIN_STEPS = 2;                             // stages per tile at least; those past the end are zeros
+constexpr int MIN_STEPS = LORA ? 4 : 2;                  // stages per tile at least; those past the end are zeros
 constexpr int CONSUMER_WARPS = 8;
 
 // Why places for three notes and for two tiles' column scales are enough: the producer is at most STAGES stages ahead of the slower
 // consumer. So when it fills the last stage of a tile, every consumer has released the first one of the tile before, and with it has
 // stored what was left of the tile before that.
 static_assert(STAGES < 2 * MIN_STEPS, "with more stages, column scales may still be in use");
+// For the same reason one place for lora_b is enough where a tile has more stages than the ring: when its last stage is filled, all consumers
+// have released its first one, and with it have stored all of the tile before.
+static_assert(!LORA || STAGES < MIN_STEPS, "lora_b may still be in use");
 
 // Shared memory, in bytes from its start.
 constexpr int BLOCK = 128 * 128, STAGE = 3 * BLOCK;
@@ -34,7 +40,10 @@ constexpr int COLUMN_SCALES_AT = STAGING_AT + CONSUMER_WARPS * STAGING * STAGING
 constexpr int ROW_SCALES = 132;                          // BLOCK_SCALES, floats: 128 rows from any start, aligned down to 4
 constexpr int ROW_SCALES_AT = COLUMN_SCALES_AT + 2 * 4 * COLUMN_SCALES;
 constexpr int ROW_SCALES_BYTES = 640;                    // rounded up to the 128 bytes that TMA wants
-constexpr int NOTES_AT = ROW_SCALES_AT + (BLOCK_SCALES ? STAGES * 2 * ROW_SCALES_BYTES : 0);   // three tiles, see Note
+constexpr int RANK = 16, LORA_BYTES = 256 * RANK * 2;    // bf16
+static_assert(COLUMN_SCALES_AT % (4 * COLUMN_SCALES) == 0, "a tile's column scales start at a multiple of their size");
+constexpr int LORA_AT = ROW_SCALES_AT + (BLOCK_SCALES ? STAGES * 2 * ROW_SCALES_BYTES : 0);
+constexpr int NOTES_AT = LORA_AT + (LORA ? LORA_BYTES : 0);      // three tiles, see Note
 constexpr int BARRIERS_AT = NOTES_AT + 3 * 16;
 
 // What the consumers need of a tile: out_row, column, rows, and 16 x stages + 8 x block_scales + 4 x half + 2 x empty + tall; 0: the end.
@@ -48,7 +57,7 @@ struct Ring {                                            // stage and phase of t
 // ---------------------------------------------------------------- producer: one warp, of which one thread asks the copy engine
 
 __device__ __forceinline__ void produce(Walk walk, const TensorMap* a_map, const TensorMap* b_map, const TensorMap* a_scale_map,
-                                        const TensorMap* b_scale_map, unsigned char* memory, u32 smem) {
+                                        const TensorMap* b_scale_map, const TensorMap* lora_map, unsigned char* memory, u32 smem) {
   const int lane = threadIdx.x % 32;
   const u32 full = smem + BARRIERS_AT, empty = full + 8 * STAGES;
   Note* notes = (Note*)(memory + NOTES_AT);
@@ -72,7 +81,8 @@ __device__ __forceinline__ void produce(Walk walk, const TensorMap* a_map, const
       const bool last = i == stages - 1;
       if (i == 0)
         notes[count % 3] = Note{t.out_row, t.column, t.rows, 16 * stages + 8 * block_scales + 4 * t.half + 2 * t.empty + t.tall};
-      barrier_expect(barrier, STAGE - t.half * BLOCK + last * 4 * COLUMN_SCALES + block_scales * (t.tall ? 2 : 1) * 4 * ROW_SCALES);
+      barrier_expect(barrier, STAGE - t.half * BLOCK + last * (4 * COLUMN_SCALES + LORA * LORA_BYTES) +
+                              block_scales * (t.tall ? 2 : 1) * 4 * ROW_SCALES);
       if (BLOCK_SCALES && block_scales) {                              // first: small. An unaligned column is an illegal instruction
         const u32 scales = smem + ROW_SCALES_AT + ring.stage * 2 * ROW_SCALES_BYTES;
         load_box(scales, a_scale_map, t.a_row & ~3, i, barrier);
@@ -83,6 +93,7 @@ __device__ __forceinline__ void produce(Walk walk, const TensorMap* a_map, const
       if (!t.half) load_box(to + 2 * BLOCK, map_12, k, row_12 + 128, barrier);
       if (last) load_box(smem + COLUMN_SCALES_AT + count % 2 * 4 * COLUMN_SCALES, b_scale_map, t.column,
                          t.empty ? walk.p.groups : t.group, barrier);
+      if (LORA && last) load_box(smem + LORA_AT, lora_map, 0, t.b_row, barrier);
     }
   }
   barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
@@ -93,12 +104,35 @@ __device__ __forceinline__ void produce(Walk walk, const TensorMap* a_map, const
 
 // ---------------------------------------------------------------- consumers
 
+// A thread's part of two rows of inner, lane / 4 and lane / 4 + 8: elements 4 (lane % 4) + 0..3 of each.
+struct Inner { uint2 row_0, row_8; };
+
+__device__ __forceinline__ Inner load_inner(const Problem& p, int row, bool valid_0, bool valid_8) {
+  Inner inner = {};
+  const uint2* from = (const uint2*)p.inner + (long long)row * (RANK / 4) + threadIdx.x % 4;
+  if (LORA && valid_0) inner.row_0 = __ldg(from);
+  if (LORA && valid_8) inner.row_8 = __ldg(from + 8 * (RANK / 4));
+  return inner;
+}
+
+// v += the products of two rows of inner and 8 columns of lora_b, of which a thread reads the same elements of column lane / 4. The tensor
+// cores take elements in another order, in which a thread's four are no neighbours; both factors are in that order, so the sum is the same.
+__device__ __forceinline__ void add_lora(float (&v)[4], const Inner& inner, u32 columns) {
+  u32 b0, b1;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(b0), "=r"(b1) : "r"(columns + threadIdx.x % 32 * 8));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(v[0]), "+f"(v[1]), "+f"(v[2]), "+f"(v[3])
+      : "r"(inner.row_0.x), "r"(inner.row_8.x), "r"(inner.row_0.y), "r"(inner.row_8.y), "r"(b0), "r"(b1));
+}
+
 // One warp's part of a unit, 16 rows x 128 columns, to out at row y, column x; `rows` of it exist. A thread holds
 // d[4j + 0..1] of row lane / 4 and d[4j + 2..3] of row lane / 4 + 8, at columns 8j + 2 (lane % 4) + 0..1.
 __device__ __forceinline__ void store_unit(const float (&d)[64], const Problem& p, const TensorMap* map, int y, int x, int rows,
-                                           float scale_0, float scale_8, u32 column_scales, u32 staging) {
+                                           float scale_0, float scale_8, u32 column_scales, u32 staging, const Inner& inner,
+                                           u32 lora_b) {
   const int lane = threadIdx.x % 32, mine = 2 * (lane % 4);
   const u32 scales = column_scales + 4 * mine;
+  lora_b += column_scales % (4 * COLUMN_SCALES) * (RANK * 2 / 4);        // of the unit's first column
   const u32 to = (staging + lane % 16 * 128) ^ (((lane / 16) ^ (lane % 8)) << 4);
   float* out = (float*)p.out + ((long long)y + lane / 4) * p.N + x + mine;
   if constexpr (!FLOAT_OUT) {
@@ -112,7 +146,8 @@ __device__ __forceinline__ void store_unit(const float (&d)[64], const Problem& 
     for (int i = 0; i < 2; ++i) {
       const float2 s = load_shared_2(scales + 32 * (j + i));
       const float* e = d + 4 * (j + i);
-      const float v[4] = {e[0] * scale_0 * s.x, e[1] * scale_0 * s.y, e[2] * scale_8 * s.x, e[3] * scale_8 * s.y};
+      float v[4] = {e[0] * scale_0 * s.x, e[1] * scale_0 * s.y, e[2] * scale_8 * s.x, e[3] * scale_8 * s.y};
+      if constexpr (LORA) add_lora(v, inner, lora_b + 8 * (j + i) * RANK * 2);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         if constexpr (!FLOAT_OUT) {
@@ -166,9 +201,11 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
 #pragma unroll
   for (int i = 0; i < 64; ++i) sum[1][i] = 0;
   // Unit 1 of the tile before stays in sum[1] until the next tile's first wgmma of unit 0 runs, which hides its way out.
-  struct { int y, x, rows; float scale_0, scale_8; u32 column_scales, staging; } left = {0, 0, 0, 0, 0, smem + COLUMN_SCALES_AT, staging};
+  struct { int y, x, rows; float scale_0, scale_8; u32 column_scales, staging; Inner inner; } left = {
+      0, 0, 0, 0, 0, smem + COLUMN_SCALES_AT, staging, {}};
   auto store_left = [&] {
-    store_unit(sum[1], p, out_map, left.y, left.x, left.rows, left.scale_0, left.scale_8, left.column_scales, left.staging);
+    store_unit(sum[1], p, out_map, left.y, left.x, left.rows, left.scale_0, left.scale_8, left.column_scales, left.staging, left.inner,
+               smem + LORA_AT);
   };
   for (int count = 0;; ++count) {
     if (!ready) barrier_wait(full + 8 * ring.stage, ring.phase);
@@ -198,9 +235,13 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
       scale[i / 2][i % 2] = row < rows && !nothing ? __ldg(p.a_scale + out_row + row) : 0;
     }
 
-    auto store_0 = [&](float scale_0, float scale_8) {
+    auto inner_of = [&](int unit) {
+      const int row = warp_row + unit * unit_row + lane / 4;
+      return load_inner(p, out_row + row, row < rows && !nothing, row + 8 < rows && !nothing);
+    };
+    auto store_0 = [&](float scale_0, float scale_8, const Inner& inner) {
       store_unit(sum[0], p, out_map, out_row + warp_row, column, rows - warp_row, scale_0, scale_8,
-                 smem + COLUMN_SCALES_AT + count % 2 * 4 * COLUMN_SCALES, staging);
+                 smem + COLUMN_SCALES_AT + count % 2 * 4 * COLUMN_SCALES, staging, inner, smem + LORA_AT);
     };
     auto tile = [&](auto block_scaled) {                 // rows of negative scale have one more scale in each stage
       constexpr bool BLOCK_SCALED = block_scaled;
@@ -277,12 +318,13 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
           for (int i = 0; i < 64; ++i) sum[1][i] = BLOCK_SCALED ? part[i] * block_scale[i / 2 % 2] : part[i];
         } else {                                         // one consumer adds while the other one's wgmma runs
           multiply(part, 0);
+          const Inner inner = which == LAST ? inner_of(0) : Inner{};
           load_scales(0);
           wgmma_wait<0>(part);
           promote(0);
           multiply(part, 1);
           load_scales(1);
-          if constexpr (which == LAST) store_0(scale_of(0, 0), scale_of(0, 1));                   // hidden behind unit 1's wgmma
+          if constexpr (which == LAST) store_0(scale_of(0, 0), scale_of(0, 1), inner);            // hidden behind unit 1's wgmma
           release(part);
           promote(1);
         }
@@ -301,6 +343,7 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
     };
     if (BLOCK_SCALES && block_scales) tile(Constant<BLOCK_SCALES>());
     else tile(Constant<0>());
+    left.inner = inner_of(1);
     left.y = out_row + warp_row + unit_row, left.x = column + unit_column, left.rows = rows - warp_row - unit_row;
     left.column_scales = smem + COLUMN_SCALES_AT + 4 * (count % 2 * COLUMN_SCALES + unit_column);
     left.staging = staging + (half ? 0 : STAGING - 1) * STAGING_BYTES;   // not the buffer of the store before
@@ -311,7 +354,7 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
 extern "C" __global__ void __launch_bounds__(384, 1)
 grouped_mm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
            const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap a_scale_map,
-           const __grid_constant__ TensorMap b_scale_map, const __grid_constant__ Problem p) {
+           const __grid_constant__ TensorMap b_scale_map, const __grid_constant__ TensorMap lora_map, const __grid_constant__ Problem p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 smem = uniform((u32)__cvta_generic_to_shared(memory));
   if (threadIdx.x < STAGES) {
@@ -323,7 +366,7 @@ grouped_mm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tens
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGS));
-    if (threadIdx.x < 288) produce(Walk(p), &a_map, &b_map, &a_scale_map, &b_scale_map, memory, smem);
+    if (threadIdx.x < 288) produce(Walk(p), &a_map, &b_map, &a_scale_map, &b_scale_map, &lora_map, memory, smem);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGS));
     consume(p, &out_map, smem, warpgroup);

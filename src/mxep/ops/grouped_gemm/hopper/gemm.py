@@ -15,7 +15,7 @@ import torch
 from mxep.device import multiprocessors
 from mxep.ops.grouped_gemm.hopper.rebase import check_device
 from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, RebasedRows, RebasedTokens, RebasedWeight
-from mxep.ops.grouped_gemm.reference import check_padding_rows
+from mxep.ops.grouped_gemm.reference import FUSED_RANK, check_lora, check_padding_rows
 from mxep.ops.runtime.nvrtc import BF16, FLOAT32, SWIZZLE_128, SWIZZLE_NONE, U8, Arguments, Box, Kernel, tensor_map
 from mxep.shapes import MX_BLOCK
 
@@ -23,36 +23,40 @@ _ALIGNMENT_BYTES = 16  # of what the copy engine reads and writes
 _THREADS = 384  # a producer warpgroup, two consumer warpgroups
 FILES = ("runtime/hopper.cuh", "grouped_gemm/hopper/tiles.cuh", "grouped_gemm/hopper/gemm.cu")
 _TUNING = {"STAGES": 3, "STAGING": 2, "PRODUCER_REGS": 40, "CONSUMER_REGS": 232}  # for NVIDIA H200, measured 2026-11
+_LORA_TUNING = {"PRODUCER_REGS": 24, "CONSUMER_REGS": 240}  # consumers hold four more; all threads together have as many as before
 _BAND = {False: 8, True: 16}  # of wgrad or not: bands of 16 cost forward 3% where 32 groups have one band each
 
 _OPERAND = Box(*U8, columns=128, rows=128, swizzle=SWIZZLE_128)
 _OUT = Box(*BF16, columns=64, rows=16, swizzle=SWIZZLE_128)
+_LORA_B = Box(*BF16, columns=FUSED_RANK, rows=256, swizzle=SWIZZLE_NONE)
 _ROW_SCALES = Box(*FLOAT32, columns=132, rows=1, swizzle=SWIZZLE_NONE)  # 128 rows from any start, aligned down to 4
 _COLUMN_SCALES = Box(*FLOAT32, columns=256, rows=1, swizzle=SWIZZLE_NONE)
 
 
 class _Problem(ctypes.Structure):  # struct Problem of gemm.cu
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("a_scale", "ends", "order", "out")),
+        *((name, ctypes.c_void_p) for name in ("a_scale", "ends", "order", "out", "inner")),
         *((name, ctypes.c_int) for name in ("groups", "rows", "N", "K")),
     ]
 
 
 def shared_bytes(options: dict[str, bool | int]) -> int:
-    """Bytes of shared memory that gemm.cu lays out: stages, output buffers, column scales, row scales, notes, barriers."""
-    stage = 3 * 128 * 128 + 1280 * bool(options["BLOCK_SCALES"]) + 16
-    return int(options["STAGES"]) * stage + 8 * int(options["STAGING"]) * 4096 + 2 * 1024 + 48
+    """Bytes of shared memory that gemm.cu lays out: stages, output buffers, column scales, row scales, an adapter, notes, barriers."""
+    stage, adapter = 3 * 128 * 128 + 1280 * bool(options["BLOCK_SCALES"]) + 16, 512 * FUSED_RANK * bool(options["LORA"])
+    return int(options["STAGES"]) * stage + 8 * int(options["STAGING"]) * 4096 + 2 * 1024 + adapter + 48
 
 
-def options_of(*, wgrad: bool, block_scales: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool) -> dict[str, bool | int]:
+def options_of(
+    *, wgrad: bool, block_scales: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool, lora: bool = False
+) -> dict[str, bool | int]:
     """The constants in front of gemm.cu for one variant."""
-    kind: dict[str, bool | int] = {"WGRAD": wgrad, "BLOCK_SCALES": block_scales, "FLOAT_OUT": out_dtype == torch.float32}
-    return {**kind, "ACCUMULATE": accumulate, "SKIP": skip, **_TUNING, "BAND": _BAND[wgrad]}
+    kind: dict[str, bool | int] = {"WGRAD": wgrad, "BLOCK_SCALES": block_scales, "FLOAT_OUT": out_dtype == torch.float32, "LORA": lora}
+    return {**kind, "ACCUMULATE": accumulate, "SKIP": skip, **_TUNING, **(_LORA_TUNING if lora else {}), "BAND": _BAND[wgrad]}
 
 
 @functools.cache
-def _kernel(wgrad: bool, block_scales: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool) -> Kernel:
-    options = options_of(wgrad=wgrad, block_scales=block_scales, out_dtype=out_dtype, accumulate=accumulate, skip=skip)
+def _kernel(wgrad: bool, block_scales: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool, lora: bool = False) -> Kernel:
+    options = options_of(wgrad=wgrad, block_scales=block_scales, out_dtype=out_dtype, accumulate=accumulate, skip=skip, lora=lora)
     return Kernel("grouped_mm", FILES, options, _THREADS, shared_bytes(options))
 
 
@@ -64,9 +68,9 @@ _KEPT = 2048
 @functools.lru_cache(maxsize=_KEPT)
 def _forward_arguments(
     M: int, N: int, K: int, G: int, a: int, a_row: int, a_scale: int, block_scale: int, block_scale_row: int, b: int, b_scale: int,
-    ends: int, out: int, is_bf16: bool,
+    ends: int, out: int, is_bf16: bool, inner: int, lora_b: int,
 ) -> Arguments:  # fmt: skip
-    """Of addresses; `a_row` and `block_scale_row` are strides, block_scale = 0 for rows without any."""
+    """Of addresses; `a_row` and `block_scale_row` are strides, block_scale is 0 for rows without any, inner and lora_b without adapters."""
     a_map = tensor_map(_OPERAND, a, M, K, a_row)
     return Arguments(
         a_map,
@@ -74,7 +78,8 @@ def _forward_arguments(
         tensor_map(_OUT, out, M, N, N) if is_bf16 else a_map,  # a_map: not used
         tensor_map(_ROW_SCALES, block_scale, -(-K // BLOCK_128), M, block_scale_row) if block_scale else a_map,
         tensor_map(_COLUMN_SCALES, b_scale, G, N, N),
-        _Problem(a_scale, ends, 0, out, G, M, N, K),
+        tensor_map(_LORA_B, lora_b, G * N, FUSED_RANK, FUSED_RANK) if lora_b else a_map,
+        _Problem(a_scale, ends, 0, out, inner, G, M, N, K),
     )
 
 
@@ -90,7 +95,8 @@ def _wgrad_arguments(
         tensor_map(_OUT, out, G * N, K, K) if is_bf16 else grad_map,  # grad_map: not used
         grad_map,
         tensor_map(_COLUMN_SCALES, a_scale, G, K, K),
-        _Problem(grad_scale, ends, order, out, G, N, K, T),
+        grad_map,
+        _Problem(grad_scale, ends, order, out, 0, G, N, K, T),
     )
 
 
@@ -102,7 +108,13 @@ def _check(where: str, out_dtype: torch.dtype, widths: tuple[int, ...]) -> None:
 
 
 def fp8_grouped_mm(
-    rows: RebasedRows, weight: RebasedWeight, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str = "zero"
+    rows: RebasedRows,
+    weight: RebasedWeight,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    padding_rows: str = "zero",
+    inner: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[rows of g] = rows[rows of g] @ weight[g].T. Reference: `grouped_gemm.reference.fp8_grouped_mm`.
 
@@ -111,6 +123,7 @@ def fp8_grouped_mm(
         weight: (G, N, K) from `rebase_weight`.
         offs: (G,) int32 or int64 END offsets on the device, not decreasing, the last at most M.
         padding_rows: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
+        inner, lora_b: of adapters, (M, 16) and (G, N, 16) bf16: inner[rows of g] @ lora_b[g].T is added before a bf16 result is rounded.
 
     Returns:
         (M, N) `out_dtype`, bf16 or float32; rows past offs[-1] are zero, or not defined.
@@ -120,7 +133,8 @@ def fp8_grouped_mm(
     if weight.data.shape[2] != K or offs.shape != (G,):
         got = f"rows (M, {K}), weight {tuple(weight.data.shape)}, offs {tuple(offs.shape)}"
         raise ValueError(f"fp8_grouped_mm: {got}; want (M, K), (G, N, K), (G,)")
-    check_device("fp8_grouped_mm", rows.data, weight=weight.data, offs=offs)
+    check_device("fp8_grouped_mm", rows.data, weight=weight.data, offs=offs, inner=inner, lora_b=lora_b)
+    check_lora("fp8_grouped_mm", inner, lora_b, (M, G, N), out_dtype)
 
     device = rows.data.device
     if not (G and K):
@@ -138,8 +152,11 @@ def fp8_grouped_mm(
         rows.scale.data_ptr(),
         *((0, 0) if block_scale is None else (block_scale.data_ptr(), block_scale.stride(0))),
     )
-    more = b.data_ptr(), b_scale.data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
-    kernel = _kernel(False, block_scale is not None, out_dtype, False, check_padding_rows("fp8_grouped_mm", padding_rows))
+    factors = (None, None) if inner is None or lora_b is None else (inner.contiguous(), lora_b.contiguous())
+    factor_addresses = (0 if factor is None else factor.data_ptr() for factor in factors)
+    more = b.data_ptr(), b_scale.data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16, *factor_addresses
+    skip = check_padding_rows("fp8_grouped_mm", padding_rows)
+    kernel = _kernel(False, block_scale is not None, out_dtype, False, skip, factors[0] is not None)
     kernel.run(device.index, multiprocessors(device.index), _forward_arguments(M, N, K, G, *addresses, *more))
     return out
 

@@ -14,7 +14,7 @@
 
 // Constants that the launcher puts in front.
 // WGRAD: the sum over tokens.  BLOCK_SCALES: a row of A may have a scale per 128 of K.
-// FLOAT_OUT: float32 output.  ACCUMULATE: added to what is there.  SKIP: what has nothing to sum, rows past the last end or WGRAD's
+// LORA: an adapter's product is added (forward, bf16 output).  FLOAT_OUT: float32 output.  ACCUMULATE: added to what is there.  SKIP: what has nothing to sum, rows past the last end or WGRAD's
 // groups without tokens, is left as it is, not written as zero.
 // STAGING: output buffers per warp, 1 or 2.  BAND: row tiles walked together, so that A and B stay in L2.  STAGES: of the ring.
 // PRODUCER_REGS, CONSUMER_REGS: of a thread.
@@ -26,6 +26,7 @@ struct Problem {
   const int* ends;                   // (G,)
   const int* order;                  // WGRAD: (G,) the groups, largest first
   void* out;                         // forward: (M, N)    WGRAD: (G, rows, N)
+  const void* inner;                 // LORA: (M, RANK) bf16
   int groups, rows, N, K;            // rows: M, or rows of A; K: the summed dimension of the operands
 };
 
