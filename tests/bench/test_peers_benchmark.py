@@ -32,9 +32,14 @@ def test_records_and_tables() -> None:
         assert all(record["errors"]["bf16"][name]["all"] < record["errors"]["mx"][name]["all"] / 8 for name in peers.RESULTS)
         assert record["errors"]["mx_kept"] == record["errors"]["mx"]
         assert record["saved_bytes"]["mx"] == record["saved_bytes"]["hp"] < record["saved_bytes"]["bf16"] < record["saved_bytes"]["torch"]
-    for table in markdown_tables.peers_tables(records).split("\n\n"):
+    summary, *others = markdown_tables.peers_tables(records).split("\n\n")
+    assert len(summary.splitlines()) == 2 + len(records)
+    assert others == [], "of many tokens alone"
+    many = [{**record, "shape": {**record["shape"], "T": 16384}} for record in records]
+    summary, *others = markdown_tables.peers_tables(many).split("\n\n")
+    assert [len(table.splitlines()) for table in others] == [2 + len(arms)] * len(records)
+    for table in (summary, *others):
         assert len({line.count("|") for line in table.splitlines()}) == 1
-        assert len(table.splitlines()) == 2 + len(arms)
 
 
 def test_reference_is_what_autograd_gives() -> None:

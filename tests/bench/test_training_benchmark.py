@@ -274,7 +274,7 @@ def test_older_records_are_counted_from_their_speed() -> None:
 
 def test_the_tutorials_steps(tmp_path: Path) -> None:
     """Some steps of every run that is kept, none where there is none."""
-    assert markdown_tables.tutorial_table(tmp_path) == ""
+    assert markdown_tables.run_table("tutorial", tmp_path) == ""
     settings = {"ep": 2, "batch": 3, "seq_len": 64, "activation_checkpoint": "full", "compile": False, "recipe": "bf16"}
     run = {"kind": "run", "settings": settings, "world": 2, "model": {"name": "small"}, "transport": "collective"}
     step = {
@@ -289,7 +289,15 @@ def test_the_tutorials_steps(tmp_path: Path) -> None:
     }
     lines = [run, *({**step, "step": number} for number in range(1, 8)), {"kind": "end"}]
     (tmp_path / "tutorial-h200-2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = markdown_tables.tutorial_table(tmp_path)
+    table = markdown_tables.run_table("tutorial", tmp_path)
     assert "2 x H200, small, EP 2, 3 sequences of 64 tokens a GPU,\nfull recomputation, bf16, collective transport:" in table
     assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")] == ["| step", "| ---", "| 1", "| 2", "| 5"]
     assert "| 5 | 2.5000 | 1.00 | 4.00 GiB (50.0%) | 12,346 | 7.0 | 25.0% |" in table
+    assert markdown_tables.run_table("all_parameters", tmp_path) == ""
+    lines = [{**run, "transport": None}, *({**step, "mfu_causal": 0.2, "hfu": 0.3, "step": number} for number in range(1, 101))]
+    (tmp_path / "all_parameters-h200-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = markdown_tables.run_table("all_parameters", tmp_path)
+    assert "full recomputation, bf16:" in table
+    assert [int(line.split(" | ")[0].strip("| ")) for line in table.splitlines() if line[2:3].isdigit()] == [1, 2, *range(10, 101, 10)]
+    assert "| mfu | mfu_causal | hfu |" in table
+    assert "| 25.0% | 20.0% | 30.0% |" in table

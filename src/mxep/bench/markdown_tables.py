@@ -212,8 +212,18 @@ def _transformers(records: Records, baseline: str, title: str) -> str:
 
 
 def peers_tables(records: Records) -> str:
-    """A table for each shape and routing: every arm's time, errors against float64, bytes kept for backward and time on the host."""
-    return "\n\n".join(map(_peers_table, records))
+    """Every arm against the compiled one, by shape and routing; then a table for each shape of many tokens with every arm's time, errors
+    against float64, bytes kept for backward and time on the host."""
+    arms = list(dict.fromkeys(arm for record in records for arm in record["errors"] if arm != peers.COMPILED))
+    rows = []
+    for record in records:
+        ms = median_ms(record)
+        base = ms[f"{peers.COMPILED}_total"]
+        speeds = (f"{base / ms[f'{arm}_total']:.2f}x" if f"{arm}_total" in ms else "-" for arm in arms)
+        what = f"{record_place(record)}, {record['model'].partition(',')[0]}, {record['shape']['T']} tokens, {record['routing']}"
+        rows.append([what, f"{base:.2f} ms", *speeds])
+    summary = markdown(_bars("forward + backward", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows)
+    return "\n\n".join([summary, *(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))])
 
 
 def _peers_table(record: Record) -> str:
@@ -498,21 +508,26 @@ def by_run(records: Records) -> dict[tuple[str, int], list[Record]]:
     return runs
 
 
-def tutorial_table(folder: Path = RESULTS) -> str:
-    """Steps of every run whose metrics (`metrics.jsonl` of `mxep train`) the folder has as tutorial-*.jsonl."""
+def run_table(name: str, folder: Path = RESULTS) -> str:
+    """Some steps of every run whose metrics (`metrics.jsonl` of `mxep train`) the folder has as NAME-*.jsonl."""
     parts = []
-    for path in sorted(folder.glob("tutorial-*.jsonl")):
-        run, *steps = read_metrics(path)
+    for path in sorted(folder.glob(f"{name}-*.jsonl")):
+        run, *records = read_metrics(path)
+        steps = [record for record in records if record["kind"] == "step"]
         options = run["settings"]
         device = path.stem.partition("-")[2].rpartition("-")[0]
         parts.append(
             f"{run['world']} x {device_title(device)}, {run['model']['name']}, EP {options['ep']}, {options['batch']} sequences of "
             f"{options['seq_len']} tokens a GPU,\n{options['activation_checkpoint']} recomputation"
-            f"{', compiled' * options['compile']}, {options['recipe']}, {run['transport']} transport:"
+            f"{', compiled' * options['compile']}, {options['recipe']}"
+            f"{'' if run['transport'] is None else ', ' + run['transport'] + ' transport'}:"
         )
+        more = [name for name in ("mfu_causal", "hfu") if name in steps[-1]]
         form = "{step}|{loss:.4f}|{grad_norm:.2f}|{memory_gib:.2f} GiB ({memory_share:.1%})|{tps:,.0f}|{tflops:.1f}|{mfu:.1%}"
-        shown = [step for step in steps if step["kind"] == "step" and (step["step"] <= 2 or step["step"] % 5 == 0)]
-        parts.append(markdown("step | loss | grad_norm | memory | tps | tflops | mfu", [form.format(**step).split("|") for step in shown]))
+        form += "".join(f"|{{{name}:.1%}}" for name in more)
+        every = max(5, len(steps) // 10)
+        rows = [form.format(**step).split("|") for step in steps if step["step"] <= 2 or step["step"] % every == 0]
+        parts.append(markdown(" | ".join(["step | loss | grad_norm | memory | tps | tflops | mfu", *more]), rows))
     return "\n\n".join(parts)
 
 

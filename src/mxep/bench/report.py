@@ -10,6 +10,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from mxep.bench.markdown_tables import (
     limit_of,
     markdown,
     published_table,
+    run_table,
     trained,
-    tutorial_table,
     worst_db,
 )
 from mxep.bench.plots import draw
@@ -201,7 +202,8 @@ _BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the bench
     **{name: (write, name) for name, write in TABLES.items()},
     "learning": (learning_line, "convergence"),
     "published": (published_table, "train"),
-    "tutorial": (tutorial_table,),
+    "tutorial": (partial(run_table, "tutorial"),),
+    "all_parameters": (partial(run_table, "all_parameters"),),
 }
 
 
