@@ -33,12 +33,12 @@ BASELINE = "lora_bf16_peft"
 ADAPTERS_STD = 0.01
 LAYERS_OF_CHECK = 2
 BUDGET_STEPS, GRAPH_STEPS = 8, 5  # until a `RecomputeBudget` has settled; from then on, until a `GraphedStep` replays
-MOST_LOSS, MOST_NORM, LEAST_DB = 5e-3, 0.1, 12.0
+MOST_LOSS, MOST_NORM, LEAST_DB, LEAST_DB_IN_MX = 5e-3, 0.05, 25.0, 9.0  # on a CPU, gpt-oss: 0.006, 29.9 and 10.4
 CHECK = (
     f"the first loss and the norm of all gradients are finite; every adapter has a gradient that is finite and not 0; on {LAYERS_OF_CHECK} "
     f"layers and one sequence our arms have the adapters of {BASELINE} and its loss within {MOST_LOSS} relative; with its choices of "
     "experts and its scores, which rounding changes for some tokens, the norm of each adapter's gradient within "
-    f"{MOST_NORM}, and the gradient at least {LEAST_DB:.0f} dB from its"
+    f"{MOST_NORM}, and the gradient at least {LEAST_DB:.0f} dB from its, {LEAST_DB_IN_MX:.0f} dB where the base is in MX"
 )
 _LORA_LR, _FULL_LR, _EPS = 1e-3, 1e-5, 1e-8
 _SHOWN_KERNELS, _NAME_LENGTH = 24, 100
@@ -280,11 +280,12 @@ def agreement(name: str, sizes: FinetuneSizes, device: torch.device) -> dict[str
     db = {key: sqnr_db(of_base[key], grad, None) for key, grad in ours.items()}
     off = {key: abs(grad.norm() / of_base[key].norm() - 1).item() for key, grad in ours.items()}
     worst, longest = min(db, key=lambda key: db[key]), max(off, key=lambda key: off[key])
-    if not (abs(got - want) <= MOST_LOSS * abs(want) and off[longest] <= MOST_NORM and db[worst] >= LEAST_DB):
+    least_db = LEAST_DB_IN_MX if ARMS[name].in_mx else LEAST_DB
+    if not (abs(got - want) <= MOST_LOSS * abs(want) and off[longest] <= MOST_NORM and db[worst] >= least_db):
         raise WrongResultError(
             f"{name}: on {few.layers} layers the loss is {got:.5f} and {BASELINE}'s {want:.5f}, the gradient of {worst} is "
             f"{db[worst]:.1f} dB from its, and the norm of {longest}'s is off by {off[longest]:.3f}; want "
-            f"{MOST_LOSS}, {LEAST_DB} dB and {MOST_NORM}"
+            f"{MOST_LOSS}, {least_db} dB and {MOST_NORM}"
         )
     return {
         "loss": round(got, 5),
