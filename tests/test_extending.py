@@ -93,8 +93,10 @@ def test_a_gemm_path_is_a_class_and_two_rows(monkeypatch: pytest.MonkeyPatch) ->
     calls: list[str] = []
 
     class LoggingPath(exact.ExactPath):  # type: ignore[name-defined, misc]
-        def gemm(self, rows: Any, weight: Any, offs: Tensor, out_dtype: torch.dtype, row_map: Tensor | None, padding_rows: str) -> Tensor:
+        def gemm(self, rows: Any, weight: Any, *rest: Any) -> Tensor:
             calls.append("gemm")
+            offs, out_dtype, row_map, padding_rows, lora = rest
+            assert lora is None
             return reference.grouped_mm_mx(*rows, *weight, offs, out_dtype, "reference", row_map, padding_rows)
 
     monkeypatch.setitem(paths.PATHS, "logging", LoggingPath())

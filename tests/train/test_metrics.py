@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mxep.train.metrics
-from mxep.bench.markdown_tables import tutorial_table
+from mxep.bench.markdown_tables import run_table
 from mxep.train.compare import summarize
 from mxep.train.metrics import MetricsLog, plot_losses, read_metrics
 
@@ -77,4 +77,4 @@ def test_a_table_of_a_damaged_record_has_the_other_steps(tmp_path: Path) -> None
     lines = [json.dumps(run), json.dumps({"kind": "step", "step": 1, **figures}), '{"kind": "st']
     (tmp_path / "tutorial-h200-4.jsonl").write_text("\n".join(lines))
     with pytest.warns(UserWarning, match="1 of 3 lines"):
-        assert "| 1 | 1.0000 |" in tutorial_table(tmp_path)
+        assert "| 1 | 1.0000 |" in run_table("tutorial", tmp_path)

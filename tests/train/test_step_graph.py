@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mxep.step_graph import StepGraph
 from mxep.train.config import TrainConfig
-from mxep.train.resolved_config import check_capturable, resolve
+from mxep.train.resolved_config import resolve
+from mxep.train.step import check_capturable
 from mxep.train.trainer import Trainer
 
 

@@ -6,9 +6,6 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from mxep.device import checking
 from mxep.models.huggingface import published_router_dtype
 from mxep.models.huggingface_shape import check_published_config, find_model, read_shape
 from mxep.models.presets import (
@@ -273,19 +270,3 @@ def routed_as_asked(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
 def keep_model(config: TrainConfig, settings: ResolvedConfig) -> TrainConfig:
     """The options with the chosen model's shape, so that a run resumes with it even if files or presets change."""
     return dataclasses.replace(config, shape=settings.choice.to_json(), yarn="on" if settings.yarn else "off")
-
-
-def check_capturable(device: torch.device, transport: str | None) -> None:
-    """Raise ValueError where a step waits for the GPU whatever its options are.
-
-    Args:
-        device: of the step.
-        transport: name of the EP group's transport; None without one.
-    """
-    if transport not in (None, "symmetric"):
-        raise ValueError(
-            f"--cuda-graph: experts over several ranks by {transport} transport, which reads on the host how many rows each rank sends, "
-            "want symmetric; give --ep 1 or --transport symmetric, or give --no-cuda-graph"
-        )
-    if checking(device):
-        raise ValueError("--cuda-graph with MXEP_CHECK=1, whose checks read values on the host; unset it, or give --no-cuda-graph")

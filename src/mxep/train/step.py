@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map_only
 
+from mxep.device import checking
 from mxep.models.decoder import Decoder
 from mxep.models.document_mask import PackedDocuments
 from mxep.models.loss import IGNORE
@@ -309,3 +310,19 @@ class StepProfiler:
         self._profile = None
         recorded = step - self.first + 1  # fewer than asked for where the run ends first
         return f"profile of {recorded} step{'s' * (recorded > 1)}: {self.path.parent}"
+
+
+def check_capturable(device: torch.device, transport: str | None) -> None:
+    """Raise ValueError where a step waits for the GPU whatever its options are.
+
+    Args:
+        device: of the step.
+        transport: name of the EP group's transport; None without one.
+    """
+    if transport not in (None, "symmetric"):
+        raise ValueError(
+            f"--cuda-graph: experts over several ranks by {transport} transport, which reads on the host how many rows each rank sends, "
+            "want symmetric; give --ep 1 or --transport symmetric, or give --no-cuda-graph"
+        )
+    if checking(device):
+        raise ValueError("--cuda-graph with MXEP_CHECK=1, whose checks read values on the host; unset it, or give --no-cuda-graph")

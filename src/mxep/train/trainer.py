@@ -64,12 +64,12 @@ from mxep.train.optimizer import (
 )
 from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
-from mxep.train.resolved_config import check_capturable, keep_model, resolve, routed_as_asked
+from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
 from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
 from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, set_aside_newer
 from mxep.train.run_lock import RunLock
 from mxep.train.state_precision import StatePrecision
-from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, copy_to_host
+from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, check_capturable, copy_to_host
 
 
 class Trainer:

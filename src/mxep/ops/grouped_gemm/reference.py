@@ -124,8 +124,6 @@ def check_lora(
     where: str, inner: torch.Tensor | None, lora_b: torch.Tensor | None, shape: tuple[int, int, int], out_dtype: torch.dtype
 ) -> None:
     """Raise ValueError for an adapter that a GEMM (M, K) x (G, N, K) of that `shape`, (M, G, N), cannot add."""
-    if inner is None and lora_b is None:
-        return
     M, G, N = shape
     wanted = ((M, FUSED_RANK), torch.bfloat16), ((G, N, FUSED_RANK), torch.bfloat16)
     got = [None if factor is None else (tuple(factor.shape), factor.dtype) for factor in (inner, lora_b)]
@@ -188,7 +186,8 @@ def grouped_mm_mx(
     """
     rows = check_rows(qa, sa, row_map, block_scale)
     num_rows = qa.shape[0] if row_map is None else row_map.shape[0]
-    check_lora("grouped_mm_mx", inner, lora_b, (num_rows, *qb.shape[:2]), out_dtype)
+    if inner is not None or lora_b is not None:
+        check_lora("grouped_mm_mx", inner, lora_b, (num_rows, *qb.shape[:2]), out_dtype)
     a = dequantize_rows(rows) if isinstance(rows, RebasedRows) else dequantize(qa, sa, torch.float32, row_map)
     b = qb.float() * sb[..., None] if is_rebased(sb) else dequantize(qb, sb, torch.float32)
     if inner is None or lora_b is None:
@@ -384,18 +383,26 @@ def dot_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -
 
 
 def fp8_grouped_mm(
-    rows: RebasedRows, weight: RebasedWeight, offs: torch.Tensor, out_dtype: torch.dtype, padding_rows: str = "zero"
+    rows: RebasedRows,
+    weight: RebasedWeight,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    padding_rows: str = "zero",
+    inner: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[rows of g] = rows[rows of g] @ weight[g].T, rounded once.
 
     Args:
         rows: M rows of K.  weight: (G, N, K).  offs: (G,) int32 END offsets.
         padding_rows: of the rows past offs[-1]: "zero", or "skip" to neither read nor write them.
+        inner, lora_b: of adapters, as in `grouped_mm_mx`.
 
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
-    return grouped_mm_hp(dequantize_rows(rows), weight.data.float() * weight.scale[..., None], offs, out_dtype, padding_rows)
+    a, block_scale = (rows.data, rows.scale), rows.block_scale
+    return grouped_mm_mx(*a, *weight, offs, out_dtype, "reference", None, padding_rows, block_scale, inner, lora_b)
 
 
 def fp8_wgrad(

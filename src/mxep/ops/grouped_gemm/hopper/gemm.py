@@ -134,7 +134,8 @@ def fp8_grouped_mm(
         got = f"rows (M, {K}), weight {tuple(weight.data.shape)}, offs {tuple(offs.shape)}"
         raise ValueError(f"fp8_grouped_mm: {got}; want (M, K), (G, N, K), (G,)")
     check_device("fp8_grouped_mm", rows.data, weight=weight.data, offs=offs, inner=inner, lora_b=lora_b)
-    check_lora("fp8_grouped_mm", inner, lora_b, (M, G, N), out_dtype)
+    if inner is not None or lora_b is not None:
+        check_lora("fp8_grouped_mm", inner, lora_b, (M, G, N), out_dtype)
 
     device = rows.data.device
     if not (G and K):
@@ -152,11 +153,13 @@ def fp8_grouped_mm(
         rows.scale.data_ptr(),
         *((0, 0) if block_scale is None else (block_scale.data_ptr(), block_scale.stride(0))),
     )
-    factors = (None, None) if inner is None or lora_b is None else (inner.contiguous(), lora_b.contiguous())
-    factor_addresses = (0 if factor is None else factor.data_ptr() for factor in factors)
+    factor_addresses = 0, 0
+    if inner is not None and lora_b is not None:
+        inner, lora_b = inner.contiguous(), lora_b.contiguous()
+        factor_addresses = inner.data_ptr(), lora_b.data_ptr()
     more = b.data_ptr(), b_scale.data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16, *factor_addresses
     skip = check_padding_rows("fp8_grouped_mm", padding_rows)
-    kernel = _kernel(False, block_scale is not None, out_dtype, False, skip, factors[0] is not None)
+    kernel = _kernel(False, block_scale is not None, out_dtype, False, skip, inner is not None)
     kernel.run(device.index, multiprocessors(device.index), _forward_arguments(M, N, K, G, *addresses, *more))
     return out
 
