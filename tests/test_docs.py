@@ -10,6 +10,7 @@ import inspect
 import io
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -102,19 +103,34 @@ def help_of(command: str) -> str:
     return out.getvalue()
 
 
+def check_words(where: str, words: list[str]) -> None:
+    """That `mxep WORDS` names a command and options of it."""
+    if not words or words[0].startswith("-") or not re.fullmatch(r"[a-z]+", words[0]):
+        return
+    assert words[0] in COMMANDS, f"{where}: there is no command mxep {words[0]}"
+    own = words[1 : words.index("--")] if "--" in words else words[1:]
+    handed_on = words[len(own) + 2 :]  # behind "--" stand options of `mxep train`
+    for flag in (word.split("=")[0] for word in handed_on if word.startswith("--")):
+        assert flag.removeprefix("--").replace("-", "_") in option_names(), f"{where}: mxep train has no {flag}"
+    for flag in (word.split("=")[0] for word in own if word.startswith("--") and word != "--help"):
+        known = words[0] == "train" and flag.removeprefix("--").replace("-", "_") in option_names()
+        assert known or re.search(rf"{flag}\b(?!-)", help_of(words[0])), f"{where}: mxep {words[0]} has no {flag}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_commands_parse(page: Path) -> None:
     for words in commands(page):
-        if not words or words[0].startswith("-") or not re.fullmatch(r"[a-z]+", words[0]):
-            continue
-        assert words[0] in COMMANDS, f"{page.name}: there is no command mxep {words[0]}"
-        own = words[1 : words.index("--")] if "--" in words else words[1:]
-        handed_on = words[len(own) + 2 :]  # behind "--" stand options of `mxep train`
-        for flag in (word.split("=")[0] for word in handed_on if word.startswith("--")):
-            assert flag.removeprefix("--").replace("-", "_") in option_names(), f"{page.name}: mxep train has no {flag}"
-        for flag in (word.split("=")[0] for word in own if word.startswith("--") and word != "--help"):
-            known = words[0] == "train" and flag.removeprefix("--").replace("-", "_") in option_names()
-            assert known or re.search(rf"{flag}\b(?!-)", help_of(words[0])), f"{page.name}: mxep {words[0]} has no {flag}"
+        check_words(page.name, words)
+
+
+def test_commands_of_the_records_of_one_gpu_parse() -> None:
+    parts = runpy.run_path(str(ROOT / "benchmarks" / "record_one_gpu.py"))["PARTS"]
+    for part, command in parts.items():
+        module, name, *words = shlex.split(command)
+        if (module, name) == ("-m", "mxep"):
+            check_words(part, words)
+        elif module != "-m":
+            assert (ROOT / module).is_file(), part
 
 
 # ---- README.md ----
