@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, steps_of, trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mxep.models.loss import IGNORE
 from mxep.train.config import TrainConfig
 from mxep.train.data.loader import Batch
 from mxep.train.optimizer import GradientNorms
@@ -132,6 +133,25 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path, text: str, one_ran
         ends.append(state_of(run))
         assert steps_of(tmp_path / name) == [1, 3, 4, 5]
     assert len(same(*ends)) == len(ends[0])
+
+
+@pytest.mark.parametrize("options", [{}, LOW_MEMORY], ids=str)
+def test_a_step_without_a_target_changes_nothing(tmp_path: Path, text: str, one_rank: None, options: dict[str, Any]) -> None:
+    """Its loss, a sum over no targets, is 0, which is finite; its gradients are 0 / 0."""
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=4, evaluate=False, **IN_BACKWARD, **options)
+    done(run)
+    before, next_batch = state_of(run), run.sequences.next_batch
+
+    def untargeted() -> Batch:
+        batch = next_batch()
+        return batch._replace(labels=torch.full_like(batch.labels, IGNORE))
+
+    run.sequences.next_batch = untargeted  # type: ignore[method-assign]
+    record = done(run)
+    skipped = run.skipped.count(record.step, record.grad_norm, record.loss, record.valid_tokens)
+    assert skipped is not None
+    assert skipped.reason == "none of its tokens is a target"
+    assert len(same(before, state_of(run))) == len(before)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, text: str, one_rank: None) -> None:

@@ -4,7 +4,7 @@ The gradients of one FSDP unit, or of one parameter without FSDP, exist at a tim
 first update has another form:
 
     clipping by the global norm       none; the norm is measured on the way and reported
-    skipping a step                   decided before backward, from the loss of all ranks
+    skipping a step                   decided before backward, from the mean loss of all ranks, which is NaN without a target
     a non-finite norm, finite loss    some weights are updated already: the run ends with an error, without a checkpoint
     accumulation, pipeline            not possible: a gradient would be complete only after the last microbatch
 """
@@ -46,7 +46,7 @@ class OptimizerInBackward:
         """Call before backward: the step is skipped if the sum of all ranks' losses is not finite. No host sync.
 
         Args:
-            loss: () of this rank.
+            loss: (), this rank's part of the mean over all targets.
         """
         total = loss.detach().double()
         if dist.is_initialized():

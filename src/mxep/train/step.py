@@ -230,7 +230,7 @@ class MicrobatchRunner:
     def backward(self, batches: Sequence[Batch], valid: Tensor, before: Callable[[Tensor], None] | None = None) -> Tensor:
         """Forward and backward of a step's `accumulate` batches, gradients of loss / valid (); returns the loss summed on this rank, ().
 
-        `before` gets the loss of a batch, (), before its backward begins; not with a pipeline.
+        `before` gets loss / valid of a batch, (), NaN without a target, before its backward begins; not with a pipeline.
         """
         if self.pipeline is not None:
             inputs, labels, documents = self._together(batches)
@@ -240,9 +240,10 @@ class MicrobatchRunner:
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(index + 1 == len(batches))
             loss = self.loss(batch)
+            mean = loss / valid
             if before is not None:
-                before(loss)
-            (loss / valid + self._router_loss(self.model)).backward()
+                before(mean)
+            (mean + self._router_loss(self.model)).backward()
             total += loss.detach()
         return total
 
