@@ -37,7 +37,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device)
     print(transformers_5.accelerate(model, options.recipe))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
     groups = [{"params": list(model.named_parameters()), "weight_decay": 0.0}]
     precision = StatePrecision(options.optimizer, "bfloat16")

@@ -40,7 +40,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     how = {"config": config_without_mxfp4(folder), "quantization_config": MXFP8Config()}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device, **how)
     print(transformers_5.accelerate(model, options.recipe))
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})  # no layer has dropout
+    model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})  # no layer has dropout
     lora = LoraConfig(
         r=options.rank,
         lora_alpha=2 * options.rank,

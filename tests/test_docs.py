@@ -45,6 +45,7 @@ def group_ends() -> Iterator[None]:
 # ---- every page ----
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL 1.16 still says it
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_python_blocks_run(page: Path, group_ends: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -148,7 +148,7 @@ def test_fused_layer_example_on_two_gpus() -> None:
 def run_example(name: str, *arguments: str) -> str:
     """Output of an example as a user starts it, without GPUs."""
     pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    command = [sys.executable, "-W", "error:`gradient_checkpointing:FutureWarning", str(ROOT / "examples" / name), *arguments]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

@@ -37,7 +37,7 @@ class Run:
         if in_mx:
             quantize_base(model)
         transformers_5.accelerate(model, recipe)
-        model.gradient_checkpointing_enable(RECOMPUTED)
+        model.activation_checkpointing_enable(RECOMPUTED)
         lora = peft.LoraConfig(
             r=8,
             target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],

@@ -28,7 +28,7 @@ def test_some_layers_are_kept() -> None:
 
     peak_of_step()  # kernels are compiled, gradients exist
     most = peak_of_step()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     least = peak_of_step()
     limit = (least + most) // 2
     budget = RecomputeBudget(model, limit / 2**30)

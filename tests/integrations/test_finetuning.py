@@ -116,6 +116,7 @@ def preferences() -> dict[str, Any]:
     return {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL 1.16 still says it
 @pytest.mark.parametrize(
     ("policy", "reference", "runs"),
     [("a path", None, "mxep"), ("a model", None, "grouped_mm"), ("a model", "a copy", "mxep")],

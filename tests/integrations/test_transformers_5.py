@@ -185,7 +185,7 @@ def test_a_model_trains(around: str, name: str, tmp_path: Path) -> None:
     model.set_experts_implementation("mxep")
     if around == "checkpoint":
         model.train()
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     asked = torch.compile(model, backend="aot_eager") if around == "compile" else model
     losses = []
     for one in (plain, asked):
@@ -202,14 +202,14 @@ def test_a_model_trains(around: str, name: str, tmp_path: Path) -> None:
         assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
-def test_gradient_checkpointing_runs_the_down_gemm_once() -> None:
+def test_activation_checkpointing_runs_the_down_gemm_once() -> None:
     """Nothing behind the experts of a layer saves a tensor: of a step's products, each layer's first forward one runs twice."""
     products, tokens, model = [], torch.randint(3, 256, (1, 21)), build("Qwen3Moe", torch.float32)
     model.set_experts_implementation("mxep")
     for checkpoints in (False, True):
         if checkpoints:
             model.train()
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         with Count() as count:
             model(input_ids=tokens, labels=tokens).loss.backward()
         products.append(count.calls["grouped_mm_mx"])

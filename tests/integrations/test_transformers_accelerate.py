@@ -173,14 +173,14 @@ def losses_of_trainer(model: Any, folder: Path) -> list[float]:
     data = [{"input_ids": row, "labels": row} for row in tokens_of(3, 8, 32).tolist()]
     options = TrainingArguments(
         str(folder), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3, logging_steps=1,
-        gradient_checkpointing=True, use_cpu=True, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2,
+        activation_checkpointing=True, use_cpu=True, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2,
     )  # fmt: skip
     trainer = Trainer(model, options, train_dataset=data, eval_dataset=data[:2])
     trainer.train()
     return [record[key] for record in trainer.state.log_history for key in ("loss", "eval_loss") if key in record]
 
 
-def test_trainer_with_gradient_checkpointing(tmp_path: Path) -> None:
+def test_trainer_with_activation_checkpointing(tmp_path: Path) -> None:
     """Two microbatches a step, whose number of labels Trainer hands to the loss."""
     plain, ours = model_of(), model_of()
     transformers_5.accelerate(ours, MX, linears="self_attn")

@@ -31,7 +31,7 @@ class Run:
         torch.manual_seed(0)
         self.model = build("Qwen3Moe", num_hidden_layers=4).train()
         transformers_5.accelerate(self.model, "hp")
-        self.model.gradient_checkpointing_enable(checkpointing or RECOMPUTED)
+        self.model.activation_checkpointing_enable(checkpointing or RECOMPUTED)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.calls = 0
 
@@ -98,10 +98,10 @@ def test_recording_looks_for_no_packed_sequences() -> None:
 def test_layers_that_set_random_numbers_back_are_refused(checkpointing: dict[str, Any]) -> None:
     run = Run(**checkpointing)
     call = GraphedStep(run.model, run.step, capture=Recorder(()))
-    with pytest.raises(ValueError, match=r'Qwen3MoeDecoderLayer .* call model\.gradient_checkpointing_enable\(\{"use_reentrant": False, '):
+    with pytest.raises(ValueError, match=r'Qwen3MoeDecoderLayer .* call model\.activation_checkpointing_enable\(\{"use_reentrant": '):
         call(batches(1)[0])
     assert run.calls == 0
-    run.model.gradient_checkpointing_enable(RECOMPUTED)
+    run.model.activation_checkpointing_enable(RECOMPUTED)
     call(batches(1)[0])
     assert run.calls == 1
 

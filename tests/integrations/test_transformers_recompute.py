@@ -24,7 +24,7 @@ LAYERS = 12
 def model_of(layers: int = LAYERS, recomputes: bool = True) -> Any:
     model = build("Qwen3Moe", num_hidden_layers=layers).train()
     if recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -109,7 +109,7 @@ def test_under_a_trainer(tmp_path: Path) -> None:
     for budgeted in (False, True):
         model = model_of(4, recomputes=False)
         arguments = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=1, max_steps=6, logging_steps=1, gradient_checkpointing=True, use_cpu=True,
+            str(tmp_path), per_device_train_batch_size=1, max_steps=6, logging_steps=1, activation_checkpointing=True, use_cpu=True,
             report_to=[], save_strategy="no", disable_tqdm=True, seed=0,
         )  # fmt: skip
         budget = RecomputeBudget(model, 13.5, memory(model, 10.0, 1.0))

@@ -180,7 +180,7 @@ class FinetuneRun:
             model.set_experts_implementation("mxep")
         else:
             model.set_experts_implementation("grouped_mm")
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": not self.graphed})
+        model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": not self.graphed})
         self.model: Any = (_with_adapters(model, device, self.arm.recipe is not None) if self.arm.lora else model).train()
         generator = torch.Generator(device).manual_seed(0)
         batch = sizes.sequences or min(self.arm.sequences, known.sequences), sizes.seq_len

@@ -30,7 +30,7 @@ class GraphedStep:
 
     Args:
         model: of transformers, or a wrapper such as peft's, on one GPU.  Where layers are recomputed,
-            `model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})` was called, since a graph cannot
+            `model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})` was called, since a graph cannot
             set the state of random numbers back.  Without dropout no step draws any.
         step: takes the batch's tensors and does all of a step: forward, backward, clipping, optimizer, `zero_grad()`; returns the loss, ().
         budget: decides in the first steps how many layers are kept; its `after_step` is called here, and no longer once it has settled.
@@ -76,7 +76,7 @@ class GraphedStep:
             if layer.gradient_checkpointing and getattr(layer._gradient_checkpointing_func, "keywords", {}).get("preserve_rng_state", True):
                 raise ValueError(
                     f"{_WHERE}: {type(layer).__name__} is recomputed with the state of random numbers, which a graph cannot set back, want "
-                    'none; call model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})'
+                    'none; call model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})'
                 )
         if self._budget is not None and not self._budget.settled:
             loss = self._step(*batch)

@@ -34,7 +34,7 @@ class RecomputeBudget(TrainerCallback):
 
     Args:
         model: a model of transformers, or a wrapper such as peft's, on one GPU and trained by one process.  Its activation checkpointing is
-            on before the first step ends (`model.gradient_checkpointing_enable()`, or the Trainer's `gradient_checkpointing=True`).
+            on before the first step ends (`model.activation_checkpointing_enable()`, or the Trainer's `activation_checkpointing=True`).
         gib: how much memory a step may allocate, in GiB; None: 90% of the GPU's.
         measure: returns the bytes that are allocated after a step and the step's peak; None: of torch's allocator, whose peak starts anew
             with each change of `kept`.
@@ -48,7 +48,7 @@ class RecomputeBudget(TrainerCallback):
 
     Examples:
         >>> from mxep.integrations.transformers_recompute import RecomputeBudget
-        >>> # model.gradient_checkpointing_enable({"use_reentrant": False})
+        >>> # model.activation_checkpointing_enable({"use_reentrant": False})
         >>> # budget = RecomputeBudget(model, gib=60)
         >>> # for batch in batches:
         >>> #     train_step(model, batch)
@@ -79,7 +79,7 @@ class RecomputeBudget(TrainerCallback):
         """Call this after each step of the optimizer. Raises ValueError if no layer is recomputed in the first one."""
         self._steps += 1
         if self._steps == 1 and not any(layer.gradient_checkpointing for layer in self._layers):
-            raise ValueError(f"{_WHERE}: no layer is recomputed; call model.gradient_checkpointing_enable() before the first step")
+            raise ValueError(f"{_WHERE}: no layer is recomputed; call model.activation_checkpointing_enable() before the first step")
         (always, peak), was_settled = self._measure(), self.settled
         kept = 1 if self._steps == 1 else self._next(always, peak)
         if self.settled and not was_settled:
