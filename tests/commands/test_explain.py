@@ -39,12 +39,14 @@ def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dsv3_16b_of_8_layers: 4.59 billion parameters" in capsys.readouterr().out
 
 
-def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_explain_counts_a_step(fused: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """The three counts of a step, for each recomputation, and what they are shares of."""
-    assert command(["--model", "qwen3_30b_a3b", "--ep", "8", "--tokens", "8192", "--seq-len", "2048"]) == 0
+    options = ["--model", "qwen3_30b_a3b", "--ep", "8", "--tokens", "8192", "--seq-len", "2048"]
+    assert command([*options, "--fused-layer"] if fused else options) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
-    counts = [flops_per_token(MODELS["qwen3_30b_a3b"], 2048, mode) for mode in ("none", "keep_moe", "selective", "full")]
+    counts = [flops_per_token(MODELS["qwen3_30b_a3b"], 2048, mode, fused) for mode in ("none", "keep_moe", "selective", "full")]
     for label, name in (("mfu: ", "model"), ("mfu_causal: ", "model_causal"), ("hfu: ", "hardware")):
         line = next(line for line in lines if line.strip().startswith(label))
         assert line.split()[-4:] == [f"{8192 * getattr(flops, name) / 1e12:,.1f}" for flops in counts]

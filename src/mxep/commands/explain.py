@@ -287,7 +287,7 @@ def _flops_table(config: ExplainConfig, name: str, model: ModelConfig) -> Table:
     seq_len = config.seq_len or min(train_defaults(name, model)[1].seq_len, model.max_seq_len)
     title = f"TFLOP of a step, forward and backward of {config.tokens:,} tokens in sequences of {seq_len:,}, by --activation-checkpoint"
     modes: tuple[Recompute, ...] = get_args(Recompute)
-    counts = [flops_per_token(model, seq_len, mode) for mode in modes]
+    counts = [flops_per_token(model, seq_len, mode, config.fused_layer) for mode in modes]
     table = _table(title, ("counted",), modes)
     parts = {
         "products with weights": [flops.products for flops in counts],
