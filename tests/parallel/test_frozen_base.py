@@ -291,31 +291,6 @@ def test_what_cannot_be_converted(make: Any, options: dict[str, Any], words: tup
         mxep.quantize_base(make(), **options)
 
 
-def test_setting_data_takes_mx_bytes_and_nothing_else() -> None:
-    layer, other = (nn.Linear(64, 96, bias=False).bfloat16() for _ in range(2))
-    want = mxep.mx.MXWeight.of(other.weight.detach()).dequantize()
-    mxep.quantize_base(layer)
-    mxep.quantize_base(other)
-    before = layer.weight.dequantize()
-    with raises_naming("MXWeight", ".data", "(96, 64)", "Tensor", "bfloat16", "dequantize_base"):
-        layer.weight.data = torch.zeros(96, 64, dtype=torch.bfloat16)
-    with raises_naming("MXWeight", ".data", "(64, 96)"):
-        layer.weight.data = mxep.mx.MXWeight.of(torch.randn(64, 96))
-    assert torch.equal(layer.weight.dequantize(), before)
-    layer.weight.data = other.weight.data
-    assert torch.equal(layer.weight.dequantize(), want)
-    assert torch.equal(layer.weight.data.dequantize(), want)
-    assert isinstance(layer.weight, nn.Parameter)
-
-
-def test_frozen_bytes_of_a_kept_form_follow_data() -> None:
-    layer = nn.Linear(64, 96, bias=False).bfloat16()
-    mxep.quantize_base(layer, keep_dgrad_form=True)
-    writes = layer.weight.kept.writes
-    layer.weight.data = mxep.mx.MXWeight.of(torch.randn(96, 64, dtype=torch.bfloat16))
-    assert layer.weight.kept.writes > writes
-
-
 def test_tied_weights_are_refused() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
     model.head.weight = model.embed.weight

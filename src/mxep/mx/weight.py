@@ -97,26 +97,6 @@ class MXWeight(MXTensor):
         kept = KeptForms() if keep_dgrad_form else None
         return MXWeight(*_quantized(weight, transposed), weight.dtype, transposed, kept)
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The same bytes, detached.
-
-        Setting it to another MXWeight takes that one's bytes.  Anything else raises ValueError; torch would keep the old bytes.
-        """
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, MXWeight) or value.shape != self.shape:
-            raise ValueError(
-                f"{_WHERE}: .data of a weight {tuple(self.shape)} set to {type(value).__name__} {tuple(value.shape)} {value.dtype}, want "
-                f"an MXWeight of its shape; {self._instead_of_writing}, or write into it by copy_, which quantises"
-            )
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.qdata, self.scale, self.orig_dtype, self.transposed = value.qdata, value.scale, value.orig_dtype, value.transposed
-        if self.kept is not None:
-            self.kept.writes += 1
-
     def requires_grad_(self, requires_grad: bool = True) -> MXWeight:
         """Raises ValueError for True: MX bytes cannot hold the sum of a weight and an update."""
         if requires_grad:
