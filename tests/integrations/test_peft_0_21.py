@@ -218,6 +218,12 @@ def test_an_implementation_that_would_add_to_mx_bytes() -> None:
         assert model(input_ids=tokens_of(0)).logits.isfinite().all()
 
 
+def test_an_initialisation_that_would_change_mx_bytes() -> None:
+    """PiSSA takes what the adapter starts with out of the weight."""
+    with raises_naming("assignment to .data", "dequantize_base"):
+        adapted("Qwen3Moe", init_lora_weights="pissa", target_parameters=None)
+
+
 def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path: Path) -> None:
     model = adapted("Qwen3Moe").eval()
     want = model(input_ids=tokens_of(0)).logits

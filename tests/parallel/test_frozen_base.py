@@ -305,6 +305,32 @@ def test_frozen_weights_cannot_learn() -> None:
         model.wq.weight.requires_grad_(True)
     with torch.no_grad(), raises_naming("writes into an MXTensor", "dequantize_base"):
         model.wq.weight.add_(1)
+    with raises_naming("assignment to .data", "dequantize_base"):
+        model.wq.weight.data = torch.zeros_like(model.wq.weight.dequantize())
+    with raises_naming("assignment to .data", "dequantize_base"):
+        copy.deepcopy(model).half()
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_no_optimizer_drops_its_updates_in_silence(options: dict[str, bool]) -> None:
+    model = nn.Linear(64, 64)
+    mxep.quantize_base(model)
+    model.weight.requires_grad = True
+    model(torch.randn(8, 64)).sum().backward()
+    with raises_naming("writes into an MXTensor", "dequantize_base"):
+        torch.optim.AdamW(model.parameters(), **options).step()
+
+
+def test_data_is_that_of_another_weight() -> None:
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    mxep.quantize_base(model, keep_dgrad_form=True)
+    weight, before = model.weight, copy.deepcopy(model.weight)
+    weight.data = weight.data.to(torch.float32)
+    assert model.weight is weight
+    assert weight.dtype == weight.orig_dtype == weight.dequantize().dtype == torch.float32
+    assert same_bytes(weight, before)
+    weight.data = MXWeight.of(torch.full((64, 64), 3.0))
+    assert torch.equal(model(torch.eye(64)), torch.full((64, 64), 3.0))
 
 
 def test_the_files_of_a_bf16_model_fill_a_frozen_one(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.serialization
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mxep.operators import direct
 from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_name
@@ -108,6 +108,7 @@ class MXTensor(torch.Tensor):
     scale: torch.Tensor
     orig_dtype: torch.dtype
     transposed: bool = False  # True of some `MXWeight`
+    _parts: tuple[str, ...] = ("qdata", "scale", "orig_dtype")
     _instead_of_writing = "use the out-of-place operator, or .dequantize() first"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -204,6 +205,19 @@ class MXTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _write_error("assignment to rows", self)  # torch would write into a copy of them
 
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor; raises ValueError for an assignment of anything but MX bytes."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if type(value) is not type(self):
+            raise _write_error("assignment to .data", self)  # torch would keep the bytes
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        for name in self._parts:
+            setattr(self, name, getattr(value, name))
+
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         _reject_border(self, "torch.compile")  # while a graph is traced, too: it takes this tensor in
         return ["qdata", "scale"], {"orig_dtype": self.orig_dtype}
@@ -292,9 +306,11 @@ def _reject_border(mx: MXTensor, where: str) -> None:
 def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
-        value = given.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, MXTensor):
-            raise _write_error(str(func), value)
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for value in tree_leaves(given.get(argument.name)):  # a list of a fused optimizer
+            if isinstance(value, MXTensor):
+                raise _write_error(str(func), value)
 
 
 def _write_error(where: str, mx: MXTensor) -> ValueError:

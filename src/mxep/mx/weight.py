@@ -59,6 +59,7 @@ class MXWeight(MXTensor):
 
     transposed: bool
     kept: KeptForms | None
+    _parts = (*MXTensor._parts, "transposed", "kept")
     _instead_of_writing = "mxep.dequantize_base makes it a plain weight"
 
     @staticmethod
