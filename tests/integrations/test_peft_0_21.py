@@ -218,6 +218,25 @@ def test_an_implementation_that_would_add_to_mx_bytes() -> None:
         assert model(input_ids=tokens_of(0)).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("rank", [16, 32])  # of one MX block, and of less
+@pytest.mark.parametrize("fqns", [None, "self_attn"])
+def test_adapters_that_are_there_already_stay_as_they_are(rank: int, fqns: str | None) -> None:
+    saved = {"target_modules": ["q_proj"], "modules_to_save": ["o_proj"], "target_parameters": None}
+    model = peft.get_peft_model(base_of("Qwen3Moe", quantise=False), peft_0_21.register(peft.LoraConfig(r=rank, **saved)))
+    learn = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen, converted = mxep.quantize_base(model, fqns), mxep.convert_linears(model, fqns)
+    assert len(learn) == 3
+    for name in (*frozen, *converted):
+        assert "lora_" not in name
+        assert "modules_to_save" not in name
+    assert any(name.endswith("q_proj.base_layer.weight") for name in frozen)
+    for name, parameter in learn.items():
+        assert model.get_parameter(name) is parameter
+        assert parameter.requires_grad
+    with pytest.raises(ValueError, match=r"'lora_A' matched .*never converted"):
+        mxep.convert_linears(model, "lora_A")
+
+
 def test_an_initialisation_that_would_change_mx_bytes() -> None:
     """PiSSA takes what the adapter starts with out of the weight."""
     with raises_naming("assignment to .data", "dequantize_base"):

@@ -34,7 +34,7 @@ from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.parallel.conversion import matches_any, shown_names
 from mxep.parallel.linear_gains import linear_gains
-from mxep.parallel.linears import KEPT_APART, MXLinear, convert_linears
+from mxep.parallel.linears import ADAPTERS, KEPT_APART, MXLinear, convert_linears
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
 from mxep.recipe import Recipe, resolve_recipe
@@ -380,6 +380,8 @@ def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Seq
 
 def _why_linear_stays(name: str, linear: nn.Linear, recipe: Recipe) -> str | None:
     K, N = linear.in_features, linear.out_features
+    if matches_any(name, ADAPTERS):
+        return "linear, of an adapter"
     if matches_any(name, KEPT_APART):
         return "linear, sensitive to precision"
     if K % MX_BLOCK or N % MX_BLOCK:

@@ -22,18 +22,21 @@ from torch.distributed.tensor import DTensor
 from mxep.moe import Router
 from mxep.mx.weight import MXWeight
 from mxep.parallel.conversion import as_patterns, how_to_name, matches_any, matches_name, shown_names
-from mxep.parallel.linears import KEPT_APART
+from mxep.parallel.linears import ADAPTERS, KEPT_APART
 
 _log = logging.getLogger(__name__)
 _WHERE = "quantize_base"
 
 
 def base_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """By name, the weights that may be frozen in MX, and the module that has each: those of linear layers, and stacked ones of experts."""
+    """By name, the weights that may be frozen in MX, and the module that has each: those of linear layers, and stacked ones of experts,
+    without adapters."""
     everywhere = dict(model.named_modules(remove_duplicate=False))
     routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
     found: dict[str, tuple[nn.Module, str]] = {}
     for fqn, module in everywhere.items():
+        if matches_any(fqn, ADAPTERS):
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             linear = isinstance(module, nn.Linear) and name == "weight" and not fqn.startswith(routers)
             stacked = parameter.dim() == 3 and not isinstance(module, nn.modules.conv._ConvNd)
@@ -53,7 +56,7 @@ def quantize_base(
     Each parameter becomes an `mxep.mx.MXWeight` under its name, by the scaling mode RCEIL, and the bf16 one is released before the next is
     converted.  A module's attribute `is_transposed` says that it stores (E, K, N), as transformers' experts do; otherwise weights are
     (..., N, K).  `convert_experts`, `convert_linears` and `experts_implementation="mxep"` say how they are multiplied, before or after this
-    call.
+    call.  Adapters of peft stay as they are.
 
     A model whose bf16 weights never exist as a whole: build it on the meta device, call this, `to_empty(device=...)`, and hand each tensor
     of the checkpoint to `load_state_dict({name: tensor}, strict=False)`, which quantises it.

@@ -25,6 +25,7 @@ from mxep.shapes import MX_BLOCK
 
 _log = logging.getLogger(__name__)
 _WHERE = "convert_linears"
+ADAPTERS = ("lora_*", "modules_to_save")  # of peft, beside the layers that they adapt: they learn, in high precision
 KEPT_APART = ("router", "gate", "lm_head", "output")  # routers and projections to logits: small GEMMs that are sensitive to precision
 
 
@@ -124,7 +125,8 @@ def convert_linears(
     """Make dense linear layers of a model compute in MXFP8, in place; before sharding, compilation and recomputation are applied to it.
 
     Another call gives converted layers another recipe, after these too; "bf16" makes them torch.nn.Linear again, as `unconvert` does.
-    Routers, embeddings and subclasses of torch.nn.Linear (a projection to logits with a loss of its own) are never converted.
+    Routers, embeddings, peft's adapters and subclasses of torch.nn.Linear (a projection to logits with a loss of its own) are never
+    converted.
 
     Args:
         model: converted in place.
@@ -151,14 +153,14 @@ def convert_linears(
     able = {
         name: module
         for name, module in seen.items()
-        if isinstance(module, MXLinear) or (type(module) is nn.Linear and not name.startswith(routers))
+        if isinstance(module, MXLinear) or (type(module) is nn.Linear and not name.startswith(routers) and not matches_any(name, ADAPTERS))
     }
     for known, names in ((able, patterns or []), (seen, skip)):
         for pattern in names:
             if not any(matches_name(name, pattern) for name in known):
                 kept = [name for name in seen if matches_name(name, pattern)]
                 if kept:
-                    what = "which is never converted (routers, subclasses of torch.nn.Linear)"
+                    what = "which is never converted (routers, adapters, subclasses of torch.nn.Linear)"
                     raise ValueError(f"{_WHERE}: {pattern!r} matched {shown_names(kept)} alone, {what}; leave it out")
                 do = how_to_name(pattern, known)
                 raise ValueError(f"{_WHERE}: {pattern!r} matched no torch.nn.Linear, saw {shown_names(known)}; {do}")
