@@ -27,7 +27,7 @@ _BENCHMARKS = "quantize rows swiglu optimizer grouped-mm experts peers linears t
 _TRAIN = (
     "-m mxep bench train --record --nproc 1 --recipes mxfp8_wgrad_with_hp,mxfp8_wgrad_with_mx -- --force-balance --fused-layer --compile"
 )
-_OF_8_LAYERS = "--layers 8 --batch 8 --seq-len 4096 --activation-checkpoint auto"
+_OF_8_LAYERS = "--layers 8 --batch 8 --seq-len 4096 --activation-checkpoint auto --output-recipe mxfp8_wgrad_with_mx"
 _SEEDS = "--seeds 3 --record benchmarks/results"
 PARTS: Mapping[str, str] = {  # arguments of Python
     "tests": "-m pytest -q -m gpu --gpu-record --timeout 120 tests",

@@ -24,8 +24,11 @@ def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
     return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length}
 
 
-def metrics(step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool = False, graph: bool = False) -> list[dict]:
-    settings = TrainConfig(force_balance=True, fused_layer=fused, activation_checkpoint="full", cuda_graph=graph).to_json()
+def metrics(
+    step_s: float, world: int = 1, model: str = "dsv3_16b", fused: bool = False, graph: bool = False, linears: str = ""
+) -> list[dict]:
+    config = TrainConfig(force_balance=True, fused_layer=fused, activation_checkpoint="full", cuda_graph=graph, linear_fqns=linears)
+    settings = config.to_json()
     start = {
         "kind": "run",
         "step": 0,
@@ -161,6 +164,18 @@ def test_a_record_of_layers_as_one_function(tmp_path: Path) -> None:
     table = markdown_tables.train_table([record])
     assert "bf16, blocks over collective transport / mxfp8, one function over collective transport | 150 / 100 ms" in table
     assert "bf16, blocks over collective transport / bf16, one function over collective transport | 150 / 120 ms" in table
+    assert "linear layers in MXFP8" not in table
+
+
+def test_a_record_names_what_else_is_in_mxfp8(tmp_path: Path) -> None:
+    mx, bf16 = metrics(0.1, linears="layers.*.attention.wq"), metrics(0.15, linears="auto")
+    for run in (mx[0], bf16[0]):
+        run["settings"]["output_recipe"] = "mxfp8" if run is mx[0] else "bf16"
+    bf16[0]["settings"]["recipe"] = "bf16"
+    record = training.record_of({"mxfp8": mx, "bf16": bf16}, tmp_path, "some", "h200")
+    assert {arm: step["linears"] for arm, step in record["steps"].items()} == {"mxfp8": "layers.*.attention.wq", "bf16": ""}
+    assert record["options"]["output_recipe"] == "mxfp8"
+    assert "linear layers in MXFP8, output projection in mxfp8 | bf16, blocks" in markdown_tables.train_table([record])
 
 
 def test_a_record_names_the_arms_that_are_cuda_graphs(tmp_path: Path) -> None:
@@ -178,11 +193,13 @@ def test_a_record_names_the_arms_that_are_cuda_graphs(tmp_path: Path) -> None:
 def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | None) -> None:
     """Options of each arm after the given ones; the baseline's do not depend on those. Without an EP group there is no transport."""
     told: dict[str, list[str]] = {}
+    precisions: dict[str, tuple[str | None, str]] = {}
 
     def run(command: list[str], check: bool) -> SimpleNamespace:
         config = read_options(command[4:])
         assert config.out is not None
         told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport), str(config.cuda_graph)]
+        precisions[config.out.name] = (config.linear_recipe, config.output_recipe)
         assert (config.steps, config.profile_step) == (30, 30 - training.PROFILED + 1)
         assert (config.evaluate, config.checkpoint, config.profile_host) == (False, False, False)
         config.out.mkdir()
@@ -191,10 +208,12 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
 
     monkeypatch.setattr(training.subprocess, "run", run)
     given = ["--steps=30", "--transport", "symmetric"]
-    for extra in ([], ["--fused-layer", "--cuda-graph"]):
-        folder = tmp_path / str(len(extra))
+    for extra in (["--linear-recipe", "mxfp8", "--output-recipe=mxfp8"], ["--fused-layer", "--cuda-graph"]):
+        folder = tmp_path / f"{extra[0][2:]}"
         folder.mkdir()
         training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
+        if "--fused-layer" not in extra:
+            assert precisions == {"mxfp8_wgrad_with_hp": ("mxfp8",) * 2, "mxfp8_wgrad_with_mx": ("mxfp8",) * 2, "bf16": ("bf16",) * 2}
     assert told == {
         "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric", "True"],
         "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric", "True"],

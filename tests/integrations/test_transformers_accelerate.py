@@ -260,7 +260,7 @@ def test_linear_layers_that_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     done = transformers_5.accelerate(model, MX)
     assert done.left["model.layers.1.self_attn.k_proj"] == "linear, 64 -> 32 does not gain"
     done.undo()
-    monkeypatch.setattr(transformers_5, "linear_gains", lambda K, N, recipe: N == 64)
+    monkeypatch.setattr("mxep.parallel.linears.linear_gains", lambda K, N, recipe, tokens: N == 64)
     done = transformers_5.accelerate(model, MX)
     converted = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
     assert converted == [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qo"]

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from mxep.models.presets import resolve_model
 from mxep.parallel import MXLinear
+from mxep.parallel.linear_gains import LinearTimes, _gaining_shapes
 from mxep.recipe import Recipe
-from mxep.train.config import TrainConfig
+from mxep.train import linear_choice
+from mxep.train.config import TrainConfig, load_config
 from mxep.train.distributed import Ranks
 from mxep.train.metrics import read_metrics
 from mxep.train.option_parser import read_options
 from mxep.train.trainer import Trainer
 
-BOTH = "quantize.grouped_mm.mx,quantize.linear.mx"
+GAINING = [LinearTimes("h200", "1", 32, 128, 128, bf16=2.0, hp=1.0, mx=1.5), LinearTimes("h200", "1", 32, 96, 96, bf16=2.0, hp=1.9, mx=1.1)]
+
+
+@pytest.fixture
+def wide_layers_gain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a GPU whose times say that layers from (128, 128) on gain, and from (96, 96) on with wgrad from MX bytes; of 32 tokens or more."""
+    monkeypatch.setattr(sys.modules[LinearTimes.__module__], "measured_times", lambda: GAINING)
+    monkeypatch.setattr(linear_choice, "resolve_gemm_path", lambda name, device: "fp8")
+    _gaining_shapes.cache_clear()
+    yield
+    _gaining_shapes.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +63,17 @@ def recipes(trainer: Trainer) -> tuple[set[str], set[str]]:
 
 def test_dense_layers_train_in_mxfp8(tmp_path: Path) -> None:
     skip = ["--quantize.linear.mx.filter-fqns", "wkv_a"]  # 80 columns
-    _, plain = trained(tmp_path / "bf16", "--recipe", "bf16", "--converters", BOTH, *skip)
-    words = ["--converters", BOTH, *skip, "--linear-recipe", "mxfp8_wgrad_with_mx", "--cache-weights"]
+    _, plain = trained(tmp_path / "bf16", "--recipe", "bf16", *skip)
+    words = ["--linear-fqns", "*", *skip, "--linear-recipe", "mxfp8_wgrad_with_mx", "--cache-weights"]
     trainer, losses = trained(tmp_path / "both", *words)
     assert recipes(trainer) == ({"mxfp8_wgrad_with_hp"}, {"mxfp8_wgrad_with_mx"})
-    assert any("24 dense linear layers in mxfp8_wgrad_with_mx" in line for line in trainer.describe())  # 4 layers: 3 of attention, 3 of FFN
+    (line,) = (line for line in trainer.describe() if line.startswith("dense linear layers in mxfp8_wgrad_with_mx: "))
+    converted, _, others = line.partition("; in high precision: ")
+    assert "layers.*.attention.wq, " in converted
+    assert "layers.*.moe.shared_experts.w3" in converted
+    assert "wkv_a" not in converted
+    assert others == "layers.*.attention.wkv_a"
+    assert recipes(trainer)[1] == {"mxfp8_wgrad_with_mx"}
     assert losses == pytest.approx(plain, rel=1e-2)
     assert losses != plain
     _, compiled = trained(tmp_path / "compiled", *words, "--compile", "--compile-backend", "aot_eager", "--activation-checkpoint", "full")
@@ -75,6 +97,57 @@ def test_the_loss_in_mxfp8(tmp_path: Path) -> None:
 
 
 def test_layers_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    config = TrainConfig(device="cpu", converters=BOTH, data=(json.__file__,))
+    config = TrainConfig(device="cpu", linear_fqns="*", data=(json.__file__,))
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.wkv_a: a weight \(80, 128\), want multiples of 32"):
         Trainer(config, Ranks(0, 1, torch.device("cpu")), tmp_path)
+
+
+def test_nothing_gains_on_a_cpu(tmp_path: Path) -> None:
+    trainer, _ = trained(tmp_path / "run")
+    assert recipes(trainer)[1] == set()
+    assert load_config(tmp_path / "run").linear_fqns == ""
+    assert any(
+        line.startswith("dense linear layers in mxfp8_wgrad_with_hp: none; in high precision: layers.*") for line in trainer.describe()
+    )
+
+
+@pytest.mark.usefixtures("wide_layers_gain")
+def test_layers_that_gain_are_chosen_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _ = trained(tmp_path / "run", "--linear-skip", "wo", "--model", "qwen3_debug_cpu")
+    chosen = {name for name, module in trainer.model.named_modules() if isinstance(module, MXLinear)}
+    dense = {name: module for name, module in trainer.model.named_modules() if type(module) is nn.Linear and "router" not in name}
+    assert chosen
+    assert "layers.0.attention.wo" in dense
+    assert all(min(trainer.model.get_submodule(name).weight.shape) >= 128 for name in chosen)
+    assert all(min(module.weight.shape) < 128 for name, module in dense.items() if not name.endswith(".wo"))
+    monkeypatch.setattr(sys.modules[LinearTimes.__module__], "measured_times", list)
+    _gaining_shapes.cache_clear()
+    again, _ = trained(tmp_path / "run", "--resume", "--out", str(tmp_path / "run"), "--steps", "4")
+    assert {name for name, module in again.model.named_modules() if isinstance(module, MXLinear)} == chosen
+
+
+@pytest.mark.usefixtures("wide_layers_gain")
+@pytest.mark.parametrize(
+    ("changes", "chooses"),
+    [
+        ({}, "layers.*.attention.wq"),
+        ({"tp": 2}, ""),
+        ({"recipe": "bf16"}, "auto"),
+        ({"recipe": "mxfp8_wgrad_with_mx", "tp": 2}, ""),
+        ({"linear_fqns": None}, None),
+        ({"linear_fqns": "wo"}, "wo"),
+        ({"converters": "quantize.grouped_mm.mx"}, "auto"),
+    ],
+)
+def test_what_is_chosen(changes: dict[str, Any], chooses: str | None) -> None:
+    config, shape = TrainConfig(**changes), resolve_model("qwen3_debug_cpu")
+    device = torch.device("cpu")
+    found = linear_choice.choose_linears(config, shape, 32, device).linear_fqns
+    assert (found or "").split(",")[0] == (chooses or "")
+    assert (found is None) == (chooses is None)
+    assert linear_choice.choose_linears(TrainConfig(), shape, 31, device).linear_fqns == "", "fewer tokens than were measured"
+
+
+def test_a_layer_to_skip_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match=r"--linear-skip: 'wqq' matched no torch.nn.Linear, saw .*; give whole parts"):
+        linear_choice.choose_linears(TrainConfig(linear_skip="wqq"), resolve_model("qwen3_debug_cpu"), 32, torch.device("cpu"))

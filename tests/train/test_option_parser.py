@@ -209,7 +209,7 @@ def test_options_that_need_each_other_may_come_from_two_places(tmp_path: Path, m
     (Path("runs/a") / "checkpoints" / "step_00000003").mkdir(parents=True)
     save_config(TrainConfig(converters="quantize.linear.mx"), Path("runs/a"))
     assert read_options(["--resume", *given["linear_skip"]]).linear_skip == "wkv_a"
-    alone = read_options(given["linear_skip"])
+    alone = read_options([*given["linear_skip"], "--converters", "quantize.grouped_mm.mx"])
     with pytest.raises(ValueError, match=r"--linear-skip without quantize\.linear\.mx in --converters=quantize\.grouped_mm\.mx"):
         resolve(alone, "cpu", 2)
 
@@ -315,7 +315,7 @@ def test_kernel_choices_are_printed_as_what_they_map_to() -> None:
         ({"profile_step": 9, "steps": 8}, {"steps": 9}),
         ({"compile_components": "model"}, {"compile": True}),
         ({"cache_weights": True, "recipe": "bf16"}, {"recipe": "mxfp8"}),
-        ({"cache_weights": True, "recipe": "bf16"}, {"converters": "quantize.grouped_mm.mx,quantize.linear.mx"}),
+        ({"cache_weights": True, "recipe": "bf16"}, {"linear_recipe": "mxfp8"}),
         ({"cache_weights": True, "recipe": "bf16"}, {"output_recipe": "mxfp8"}),
         ({"cache_weights": True, "cuda_graph": True}, {"cuda_graph": False}),
         ({"fused_experts": False, "fused_layer": True}, {"fused_layer": False}),

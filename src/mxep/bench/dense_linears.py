@@ -27,7 +27,7 @@ from mxep.parallel.linear_gains import LinearTimes
 from mxep.parallel.linears import MXLinear
 from mxep.recipe import resolve_recipe
 
-TOKENS = 32768
+TOKENS, FEWER_TOKENS = 32768, 8192
 _TARGETS = {  # (K, N): of `mx` against `linear`
     (2048, 10944): 1.55,
     (2048, 2816): 1.35,
@@ -153,8 +153,8 @@ def gains_table(records: Sequence[Record]) -> str:
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Every shape; only the first of them if it is to be quick."""
-    wanted = [(TOKENS, *shape, target) for shape, target in _TARGETS.items()]
+    """Every shape with many tokens and with fewer; only the first of them if it is to be quick."""
+    wanted = [(TOKENS, *shape, target) for shape, target in _TARGETS.items()] + [(FEWER_TOKENS, *shape, None) for shape in _TARGETS]
     if setting.tiny or setting.quick:
         wanted = [(64, 128, 96, None)] if setting.tiny else wanted[:1]
     for T, K, N, target in wanted:

@@ -458,6 +458,8 @@ def trained(record: Record) -> str:
         "quantised weights kept": options["cache_weights"] and "cuda_graph" not in options,
         "attention within documents": "mask_documents" in options,
         "MXFP8 as a CUDA graph": "cuda_graph" in options,
+        "linear layers in MXFP8": any(step.get("linears") for step in record["steps"].values()),
+        f"output projection in {options.get('output_recipe')}": "output_recipe" in options,
     }
     what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
     return ", ".join([*what, *(text for text, present in named.items() if present)])

@@ -2,13 +2,13 @@
 
     mxep bench train --record -- --model dsv3_16b --force-balance --seq-len 4096
 
-The options after `--` go to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names the MXFP8 recipes.  The
-baseline is bf16 with separate MoE blocks over torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as
-one function, over torch.distributed too.  With `--cuda-graph` steps of MXFP8 are CUDA graphs, and those of bf16 are not where they wait for
-torch.distributed's exchanges: in separate blocks, and as one function over several ranks.  A step's time is that of the slowest rank, from
-the end of the step before to its own, on the GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones,
-which run under torch's profiler: their trace shows what takes the time, as a mean of several steps, of which only the first finds the GPU
-without work.
+The options after `--` go to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names the MXFP8 recipes.  Arms in
+bf16 have their linear layers and their output projection in bf16 too.  The baseline is bf16 with separate MoE blocks over
+torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as one function, over torch.distributed too.  With
+`--cuda-graph` steps of MXFP8 are CUDA graphs, and those of bf16 are not where they wait for torch.distributed's exchanges: in separate
+blocks, and as one function over several ranks.  A step's time is that of the slowest rank, from the end of the step before to its own, on
+the GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones, which run under torch's profiler: their trace
+shows what takes the time, as a mean of several steps, of which only the first finds the GPU without work.
 Nothing is evaluated and no checkpoint is written.  Losses and tokens per second of all steps are drawn as by `mxep train --compare`, and
 kept in the record.
 
@@ -24,7 +24,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from mxep.models.presets import MODELS, preset_of, resolve_model, train_defaults
 from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
+from mxep.train.config import TrainConfig
 from mxep.train.metrics import METRICS_FILE, read_metrics
 from mxep.train.option_parser import field_of
 
@@ -55,7 +56,9 @@ _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this
 _OURS = ("recipe", "out", "compare", "resume", "resume_step", "profile_step", "profile_steps")  # options that it sets or cannot use
 # Options of all arms that a record contains; a batch or length of None is the preset's.
 _RECORDED = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
-_RECORDED_IF_SET = ("mask_documents", "cuda_graph")  # older records do not have it
+# Options that a record contains where they are not the default; older records have none of them.
+_PRECISIONS = ("linear_recipe", "output_recipe")
+_RECORDED_IF_SET = ("mask_documents", "cuda_graph", *_PRECISIONS)
 
 
 class RunFailedError(RuntimeError):
@@ -103,6 +106,9 @@ def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]
     """Runs one arm; returns the records of its metrics, the first of which has the run's settings."""
     last = steps_of(given)
     own = ["--recipe", recipe, "--out", str(out), "--steps", str(last)]
+    if recipe == BASELINE:
+        given_fields = {field_of(word) for word in given}
+        own += [word for name in _PRECISIONS if name in given_fields for word in (f"--{name.replace('_', '-')}", BASELINE)]
     own += ["--profile-step", str(last - PROFILED + 1), "--profile-steps", str(PROFILED)]
     rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
     done = subprocess.run([sys.executable, "-m", "mxep", "train", *given, *own, *rare], check=False)
@@ -127,6 +133,7 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
         "transport": start["transport"],
         "one_function": start["settings"]["fused_layer"],
         "cuda_graph": start["settings"]["cuda_graph"],
+        "linears": start["settings"]["linear_fqns"] if resolve_recipe(start["settings"]["recipe"]).gemm == "mxfp8" else "",
         "tokens_per_s": round(middle["tokens_per_s"], 1),
         "tflops": middle["tflops"],
         **{name: middle[name] for name in UTILIZATIONS},
@@ -204,6 +211,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
     balanced = bool(settings["force_balance"])
     full = start["model"]["name"] == _FULL_SIZE and start["world"] >= 4 and balanced
     step = next(record for record in next(iter(runs.values())) if record["kind"] == "step")
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
     return {
         "benchmark": "train",
         "device": device,
@@ -211,7 +219,8 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "shape": {"T": round(step["tokens_per_s"] * step["step_s"])},
         "routing": "forced balance" if balanced else "the router's",
         "model": start["model"],
-        "options": {name: settings[name] for name in _RECORDED} | {name: True for name in _RECORDED_IF_SET if settings.get(name)},
+        "options": {name: settings[name] for name in _RECORDED}
+        | {name: settings[name] for name in _RECORDED_IF_SET if settings[name] != defaults[name]},
         "gemm_path": start["gemm_path"],
         "peak_bf16_flops": start["peak_bf16_flops"],
         "arms": {arm: asdict(found.pop("timing")) for arm, found in arms.items()},

@@ -117,6 +117,7 @@ def command(argv: Sequence[str]) -> int:
             f"few tokens: weights that are quantised in every call cost more than FP8 GEMMs gain below {rows} rows per weight, {tokens:,} "
             f"tokens a rank for these experts and {rows} for a dense linear; Recipe(hp_below_rows={rows}) multiplies in bf16 there"
         )
+        console.print(_linears_table(config, model, recipe))
     console.print(_recipes_table(config, model))
     console.print(_ep_table(config, model, recipe))
     console.print(_flops_table(config, name, model))
@@ -252,6 +253,22 @@ def _fused_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> T
         ways = (recipe.dispatch, "hp"), ("hp", recipe.combine_backward)
         sizes = (_pair([rows * _row_bytes(model.dim, precision) / _MIB for precision in wire]) for wire in ways)
         table.add_row(mode, f"{rows:,}", *sizes)
+    return table
+
+
+def _linears_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Table:
+    """Which dense linear layers `mxep train` converts on a Hopper GPU, and why it leaves the others."""
+    from mxep.parallel.conversion import name_patterns
+    from mxep.train.linear_choice import linears_by_gain
+
+    table = _table(
+        f"Dense linear layers, {config.tokens:,} tokens, on a Hopper GPU", ("layer", f"in {recipe.name} (--linear-fqns auto)"), ()
+    )
+    by_gain = linears_by_gain(model, recipe, config.tokens, config.tp)
+    for stays in dict.fromkeys(by_gain.values()):
+        alike = [name for name, reason in by_gain.items() if reason == stays]
+        for pattern in name_patterns(alike, [name for name in by_gain if name not in alike]):
+            table.add_row(pattern, "yes, it gains" if stays is None else f"no: {stays}")
     return table
 
 

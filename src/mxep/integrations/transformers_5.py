@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from mxep.ep.blocks import combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
@@ -32,9 +32,8 @@ from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
-from mxep.parallel.conversion import matches_any, shown_names
-from mxep.parallel.linear_gains import linear_gains
-from mxep.parallel.linears import ADAPTERS, KEPT_APART, MXLinear, convert_linears
+from mxep.parallel.conversion import shown_names
+from mxep.parallel.linears import MXLinear, convert_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
 from mxep.recipe import Recipe, resolve_recipe
@@ -367,8 +366,8 @@ def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Seq
         for name, linear in model.named_modules():
             if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
                 continue
-            if reason := _why_linear_stays(name, linear, recipe):
-                done.left[name] = reason
+            if reason := why_linear_stays(name, linear, recipe):
+                done.left[name] = f"linear, {reason}"
             else:
                 converted.append(name)
         if converted:
@@ -376,21 +375,6 @@ def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Seq
     if converted:
         done._undo.append(functools.partial(unconvert, model, converted))
         done.converted |= dict.fromkeys(converted, f"linear, {recipe.name}")
-
-
-def _why_linear_stays(name: str, linear: nn.Linear, recipe: Recipe) -> str | None:
-    K, N = linear.in_features, linear.out_features
-    if matches_any(name, ADAPTERS):
-        return "linear, of an adapter"
-    if matches_any(name, KEPT_APART):
-        return "linear, sensitive to precision"
-    if K % MX_BLOCK or N % MX_BLOCK:
-        return f"linear, {K} -> {N} are no multiples of {MX_BLOCK} (one MX block)"
-    if not linear_gains(K, N, recipe):
-        return f"linear, {K} -> {N} does not gain"
-    if linear.weight.dtype not in (torch.bfloat16, torch.float32) or isinstance(linear.weight, DTensor) or "forward" in vars(linear):
-        return f"linear, {linear.weight.dtype}{', sharded' * isinstance(linear.weight, DTensor)}, or with a forward of its own"
-    return None
 
 
 def _accelerate_experts(model: PreTrainedModel, recipe: Recipe, done: Acceleration) -> None:

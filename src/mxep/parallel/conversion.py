@@ -144,6 +144,19 @@ def shown_names(names: Iterable[str], most: int = 20) -> str:
     return (", ".join(shown[:most]) or "none") + more
 
 
+def name_patterns(names: Iterable[str], others: Sequence[str]) -> list[str]:
+    """Patterns that match these names and none of the others, as few as wildcards in the place of a layer's number allow.
+
+    >>> name_patterns(["layers.0.wq", "layers.1.wq", "layers.1.wo", "layers.2.wo"], ["layers.0.wo"])
+    ['layers.*.wq', 'layers.1.wo', 'layers.2.wo']
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        found[name if any(matches_name(other, pattern) for other in others) else pattern] = None
+    return list(found)
+
+
 def _without_numbers(names: Iterable[str]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for name in names:

@@ -41,25 +41,25 @@ def measured_times() -> tuple[LinearTimes, ...]:
 
 
 @functools.cache
-def _gaining_shapes(wgrad: str) -> tuple[tuple[int, int], ...]:
-    """(K, N) of the shapes that gained on every GPU that measured them."""
-    gained: dict[tuple[int, int], bool] = {}
+def _gaining_shapes(wgrad: str) -> tuple[tuple[int, int, int], ...]:
+    """(T, K, N) of the shapes that gained on every GPU that measured them."""
+    gained: dict[tuple[int, int, int], bool] = {}
     for row in measured_times():
-        ms = {"hp": row.hp, "mx": row.mx}[wgrad]
-        gained[row.K, row.N] = gained.get((row.K, row.N), True) and row.bf16 >= _LEAST_GAIN * ms
+        ms, shape = {"hp": row.hp, "mx": row.mx}[wgrad], (row.T, row.K, row.N)
+        gained[shape] = gained.get(shape, True) and row.bf16 >= _LEAST_GAIN * ms
     return tuple(shape for shape, does in gained.items() if does)
 
 
-def linear_gains(in_features: int, out_features: int, recipe: Recipe) -> bool:
-    """Whether `MXLinear` of this shape is faster than torch.nn.Linear: at least as wide both ways as a measured shape that gained.
+def linear_gains(in_features: int, out_features: int, recipe: Recipe, tokens: int | None = None) -> bool:
+    """Whether `MXLinear` of this shape is faster than torch.nn.Linear: at least as large as a measured shape that gained.
 
-    Shapes below those, and wgrads that were not measured ("mxfp8"), are taken not to gain.  Few tokens gain less than the 32768 of the
-    measurements.
+    Smaller shapes, and wgrads that were not measured ("mxfp8"), are taken not to gain.
 
     Args:
         in_features: K.
         out_features: N.
         recipe: of which GEMM and wgrad are read.
+        tokens: T of one forward; None: as many as in the measurements.
 
     Returns:
         False for a recipe in high precision, too.
@@ -71,4 +71,5 @@ def linear_gains(in_features: int, out_features: int, recipe: Recipe) -> bool:
     """
     if recipe.gemm != "mxfp8" or recipe.wgrad == "mxfp8":
         return False
-    return any(in_features >= K and out_features >= N for K, N in _gaining_shapes(recipe.wgrad))
+    shapes = _gaining_shapes(recipe.wgrad)
+    return any(in_features >= K and out_features >= N and (tokens is None or tokens >= T) for T, K, N in shapes)

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.moe import Router
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.parallel.conversion import as_patterns, how_to_name, matches_any, matches_name, shown_names
+from mxep.parallel.linear_gains import linear_gains
 from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
@@ -117,6 +119,28 @@ def _plain_class(kind: type) -> type:
     bases = tuple(_plain_class(base) if issubclass(base, MXLinear) else base for base in kind.__bases__)
     body = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     return type(kind.__name__.replace("MXLinear", "Linear"), bases, body)
+
+
+def why_linear_stays(name: str, linear: nn.Linear, recipe: Recipe, tokens: int | None = None, tp: int = 1) -> str | None:
+    """Why a linear layer of this name stays in high precision unless it is named; None: in MXFP8 it is faster by its shape.
+
+    Args:
+        name: in its model.
+        tokens: of one forward; None: as many as in the measurements of `linear_gains`.
+        tp: tensor-parallel ranks, each with a part of one of its two widths.
+    """
+    K, N = linear.in_features, linear.out_features
+    if matches_any(name, ADAPTERS):
+        return "of an adapter"
+    if matches_any(name, KEPT_APART):
+        return "sensitive to precision"
+    if K % (MX_BLOCK * tp) or N % (MX_BLOCK * tp):
+        return f"{K} -> {N} are no multiples of {MX_BLOCK}{f' on each of {tp} ranks' * (tp > 1)} (one MX block)"
+    if not linear_gains(K // tp, N // tp, recipe, tokens):
+        return f"{K} -> {N} does not gain"
+    if linear.weight.dtype not in (torch.bfloat16, torch.float32) or isinstance(linear.weight, DTensor) or "forward" in vars(linear):
+        return f"{linear.weight.dtype}{', sharded' * isinstance(linear.weight, DTensor)}, or with a forward of its own"
+    return None
 
 
 def convert_linears(

@@ -27,7 +27,8 @@ from mxep.parallel import (
 )
 from mxep.parallel.pipeline_parallel import STAGES_PER_RANK
 from mxep.recipe import RECIPES, Precision, Recipe, resolve_recipe
-from mxep.train.config import EXPERTS, LINEARS, TrainConfig, split_names
+from mxep.train.config import EXPERTS, TrainConfig, split_names
+from mxep.train.linear_choice import linear_recipe
 from mxep.train.state_precision import StatePrecision
 
 
@@ -73,10 +74,13 @@ class Build:
 
 
 def build_options(config: TrainConfig) -> Build:
-    """The `Build` that the options of a run ask for; "auto" recomputes nothing yet. Raises ValueError for unknown recipes."""
-    c, linears = config, None
-    dense = resolve_recipe(c.linear_recipe or c.recipe) if c.converts(LINEARS) else None
-    if dense is not None and dense.gemm == "mxfp8":
+    """The `Build` that the options of a run ask for; of layers "auto" recomputes nothing yet. Raises ValueError for unknown recipes.
+
+    Args:
+        config: with linear layers as `choose_linears` returns it.
+    """
+    c, linears, dense = config, None, linear_recipe(config)
+    if dense is not None and c.linear_fqns != "":
         linears = Linears(dense, None if c.linear_fqns is None else tuple(split_names(c.linear_fqns)), tuple(split_names(c.linear_skip)))
     return Build(
         recipe=resolve_recipe(c.recipe if c.converts(EXPERTS) else "hp"),

@@ -41,6 +41,7 @@ COMMA_LISTS = (
     "compile_components",
 )  # strings, names with commas between
 EXPERTS, LINEARS = _CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
+AUTO = "auto"  # of linear_fqns
 _CAST_KERNELS = ("triton", "cuda", "torch")
 CHANGEABLE = ("data", "seq-len", "batch")
 # Options of one start: a resumed run does not inherit them.
@@ -58,6 +59,8 @@ _IN_FILES = {  # names of Python types in error messages about TOML and JSON fil
 # A run whose saved options lack the name resumes with this value instead of today's default.
 LEGACY_VALUES: dict[str, Any] = {
     "router_dtype": "bf16",
+    "converters": "quantize.grouped_mm.mx",
+    "linear_fqns": None,
     "shape": {},  # the preset's shape at that time, with its YaRN at every length
 }
 ROUTER_OPTIONS = ("router_dtype", "balance_loss", "balance_loss_type", "z_loss", "bias_update_rate")  # also fields of a model's shape
@@ -193,12 +196,13 @@ class TrainConfig:
     """Precision of the MoE exchanges and GEMMs; bf16 is the baseline (float32 on a CPU)."""
     mx_fqns: Annotated[str, _also("quantize.grouped_mm.mx.fqns")] = "experts"
     """Experts that use the recipe, by parts of their names with wildcards, separated by commas."""
-    converters: Annotated[str, _also("model.converters")] = "quantize.grouped_mm.mx"
+    converters: Annotated[str, _also("model.converters")] = "quantize.grouped_mm.mx,quantize.linear.mx"
     """What is converted, separated by commas: quantize.grouped_mm.mx (routed experts), quantize.linear.mx (attention, dense FFN)."""
     linear_recipe: Annotated[str | None, _also("quantize.linear.mx.recipe_name")] = None
     """Precision of the converted linear layers; default: that of --recipe."""
-    linear_fqns: str | None = None
-    """Linear layers to convert, in the form of --mx-fqns; default: all but routers and the output."""
+    linear_fqns: str | None = AUTO
+    """Linear layers to convert, in the form of --mx-fqns, whether they gain or not ("*": all but routers and the output). auto: those that
+    are faster in MXFP8 by their shape and the tokens of a microbatch, on a Hopper GPU; elsewhere none. A resumed run keeps its choice."""
     linear_skip: Annotated[str, _also("quantize.linear.mx.filter_fqns")] = ""
     """Linear layers that stay in high precision, by parts of their names."""
     output_recipe: str = "bf16"

@@ -11,8 +11,9 @@ import torch
 from mxep.device import total_memory
 from mxep.models.presets import ModelConfig, preset_of
 from mxep.recipe import resolve_recipe
-from mxep.train.config import LINEARS, TrainConfig, split_names
+from mxep.train.config import TrainConfig, split_names
 from mxep.train.data.corpus import NO_TARGET, Corpus
+from mxep.train.linear_choice import linear_recipe
 from mxep.train.optimizer import Schedule
 from mxep.train.option_parser import passed_over
 from mxep.train.recompute_budget import RecomputeChoice
@@ -135,7 +136,7 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if not config.compile:
         yield "compile_components", "without --compile"
     in_mx = any(resolve_recipe(name).gemm == "mxfp8" for name in (config.recipe, config.output_recipe))
-    if not in_mx and LINEARS not in split_names(config.converters):
+    if not in_mx and linear_recipe(config) is None:
         yield "cache_weights", f"where nothing multiplies in MXFP8 (--recipe {config.recipe})"
     elif config.cuda_graph:
         yield "cache_weights", "with --cuda-graph, whose replays quantise weights in every call"

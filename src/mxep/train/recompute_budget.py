@@ -96,7 +96,6 @@ def agree_on_recompute(
 ) -> RecomputeChoice:
     """The choice of this rank's pipeline stage: the one of its ranks' choices that keeps least. Every rank of the run must call this."""
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
-    sequences = config.microbatch if dims.pp > 1 else settings.batch
     options: dict[str, Any] = {
         name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "accumulate", "optimizer_in_backward")
     }
@@ -105,7 +104,7 @@ def agree_on_recompute(
     # Experts GEMM by GEMM, and experts that are not converted, keep what they keep in high precision.
     as_one = (config.fused_layer or config.fused_experts) and config.mx_fqns == TrainConfig.mx_fqns
     choices = recompute_choices(
-        rank, shape, recipe if as_one else resolve_recipe("hp"), dims, sequences * settings.seq_len, dims.pp - stage, **options
+        rank, shape, recipe if as_one else resolve_recipe("hp"), dims, settings.forward_tokens, dims.pp - stage, **options
     )
     found = gather_objects((stage, last_that_fits(choices, total_memory(device))))
     return choices[min(number for of, number in found if of == stage)]

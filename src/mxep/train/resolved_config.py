@@ -22,7 +22,7 @@ from mxep.models.presets import (
     train_defaults,
 )
 from mxep.parallel_dims import ParallelDims
-from mxep.train.config import LINEARS, ROUTER_OPTIONS, TrainConfig
+from mxep.train.config import AUTO, LINEARS, ROUTER_OPTIONS, TrainConfig
 
 MAX_CHECKPOINT_EVERY = 500  # torchtitan's default: the work that a kill loses must not grow with the run
 
@@ -126,12 +126,13 @@ def chosen_model(config: TrainConfig) -> str | None:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A `TrainConfig` with all values filled in; after the first three, the fields are options of the same name.
+    """A `TrainConfig` with all values filled in; fields that are not listed are options of the same name.
 
     Attributes:
         choice: the model.
         shape: the shape that is trained, with or without YaRN.
         defaults_of: the preset that gives steps, batch and so on if they are not given.
+        forward_sequences: of one forward of a rank: the batch, with a pipeline a microbatch.
     """
 
     choice: ModelChoice
@@ -147,12 +148,18 @@ class ResolvedConfig:
     ep: int
     eval_every: int
     checkpoint_every: int
+    forward_sequences: int
     degrees: ParallelDims
 
     @property
     def model(self) -> str:
         """The model's name."""
         return self.choice.name
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens of `forward_sequences`."""
+        return self.forward_sequences * self.seq_len
 
     @property
     def data_world(self) -> int:
@@ -169,7 +176,7 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
             converted, what a CUDA graph cannot hold.
     """
     # Not in `TrainConfig`: one of the two may come from the TOML file or the resumed run, which are read later.
-    given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name)]
+    given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name) not in (None, "", AUTO)]
     if given and not config.converts(LINEARS):
         raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={config.converters}; add it there")
     if config.keep_first_product == "mxfp8" and not config.fused_layer:
@@ -233,6 +240,7 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         warmup=defaults.warmup if config.warmup is None else config.warmup,
         ep=ep,
         eval_every=config.eval_every or max(-(-steps // 3), 1),
+        forward_sequences=config.microbatch if config.pp > 1 else batch,
         checkpoint_every=config.checkpoint_every or min(-(-steps // 10), MAX_CHECKPOINT_EVERY),
         degrees=dims,
     )

@@ -29,7 +29,7 @@ from mxep.json_files import typed
 from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
-from mxep.parallel import MXLinear, Recompute, build_meshes, cache_quantized_weights
+from mxep.parallel import Recompute, build_meshes, cache_quantized_weights
 from mxep.recipe import resolve_recipe
 from mxep.step_graph import StepGraph
 from mxep.train.build import build_options, build_stages, merge_stages, state_precision
@@ -51,6 +51,7 @@ from mxep.train.describe import (
     describe_state,
 )
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks
+from mxep.train.linear_choice import choose_linears, describe_linears
 from mxep.train.memory import check_fits
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
 from mxep.train.numerics import NumericsWatch
@@ -88,11 +89,11 @@ class Trainer:
     def __init__(self, config: TrainConfig, ranks: Ranks, out: Path, lock: RunLock | None = None) -> None:
         self.ranks, self.out, self.lock = ranks, out, lock
         self.settings = s = resolve(config, ranks.device.type, ranks.world)
-        self.config = keep_model(config, s)
+        self.config = choose_linears(keep_model(config, s), s.shape, s.forward_tokens, ranks.device)
         self.precision = state_precision(config)
         check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world, self.precision, config.optimizer_in_backward)
         self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
-        build = build_options(config)
+        build = build_options(self.config)
         self.recipe, self.dense_recipe = build.recipe, None if build.linears is None else build.linears.recipe
         self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
         self.tokenizer = load_tokenizer(config.tokenizer)
@@ -218,8 +219,6 @@ class Trainer:
         masked = ", attention within documents" if c.mask_documents else ""
         converted = sum(layer.experts.recipe == self.recipe for layer in layers)
         which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
-        linears = sum(isinstance(module, MXLinear) for module in self.model.modules())
-        which += f", {linears} dense linear layers in {self.dense_recipe.name}" if self.dense_recipe is not None else ""
         output = resolve_recipe(c.output_recipe)
         which += f", output projection in {output.name}" if output.gemm == "mxfp8" else ""
         shared = "FSDP2 over all of them" if isinstance(self.microbatches.model, FSDPModule) else "no FSDP"
@@ -230,6 +229,7 @@ class Trainer:
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
             f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {self.tokens_per_step:,} tokens a step",
+            *describe_linears(self.model, c),
             *describe_recompute(c, self.recompute, ranks.device),
             *describe_router(self.shape, c, ranks.device.type),
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",

@@ -1,0 +1,72 @@
+"""`--linear-fqns auto`: which dense linear layers of a run compute in MXFP8, from the measured times of their shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from mxep.device import resolve_gemm_path
+from mxep.models.families import build_model
+from mxep.models.presets import ModelConfig
+from mxep.moe import Router
+from mxep.parallel.conversion import how_to_name, matches_any, matches_name, name_patterns, shown_names
+from mxep.parallel.linears import MXLinear, why_linear_stays
+from mxep.recipe import Recipe, resolve_recipe
+from mxep.train.config import AUTO, LINEARS, TrainConfig, split_names
+
+
+def linear_recipe(config: TrainConfig) -> Recipe | None:
+    """Of the dense linear layers that the options convert; None: all of them stay in high precision."""
+    recipe = resolve_recipe(config.linear_recipe or config.recipe) if config.converts(LINEARS) else None
+    return recipe if recipe is not None and recipe.gemm == "mxfp8" else None
+
+
+def linears_by_gain(shape: ModelConfig, recipe: Recipe, tokens: int, tp: int) -> dict[str, str | None]:
+    """For each dense linear layer of a model, why it stays in high precision; None: it is faster in MXFP8 (`why_linear_stays`)."""
+    with torch.device("meta"):
+        model = build_model(shape, resolve_recipe("hp"))
+    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    return {name: why_linear_stays(name, layer, recipe, tokens, tp) for name, layer in layers.items()}
+
+
+def choose_linears(config: TrainConfig, shape: ModelConfig, tokens: int, device: torch.device) -> TrainConfig:
+    """The options with the names of the layers that `--linear-fqns auto` stands for, so that a run saves them and resumes with them.
+
+    Args:
+        config: the options; without "auto", or with linear layers in high precision, they are returned as they are.
+        shape: of the model.
+        tokens: of one forward of a rank.
+        device: that computes. The measurements are those of the GEMM path "fp8"; where another one runs, nothing is chosen.
+
+    Raises:
+        ValueError: --linear-skip matches no linear layer.
+    """
+    recipe = linear_recipe(config)
+    if recipe is None or config.linear_fqns != AUTO:
+        return config
+    by_gain, skip = linears_by_gain(shape, recipe, tokens, config.tp), split_names(config.linear_skip)
+    for pattern in skip:
+        if not any(matches_name(name, pattern) for name in by_gain):
+            do = how_to_name(pattern, by_gain)
+            raise ValueError(f"--linear-skip: {pattern!r} matched no torch.nn.Linear, saw {shown_names(by_gain)}; {do}")
+    measured = resolve_gemm_path(recipe.gemm_path, device) == "fp8"
+    chosen = [name for name, stays in by_gain.items() if measured and stays is None and not matches_any(name, skip)]
+    return replace(config, linear_fqns=",".join(name_patterns(chosen, [name for name in by_gain if name not in chosen])))
+
+
+def describe_linears(model: nn.Module, config: TrainConfig) -> list[str]:
+    """A line about the dense linear layers of a built model: which of them compute in MXFP8, and which do not.
+
+    Args:
+        model: with converted layers.
+        config: the options of its run.
+    """
+    recipe = linear_recipe(config)
+    if recipe is None:
+        return []
+    converted = {name for name, module in model.named_modules() if isinstance(module, MXLinear)}
+    routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
+    others = [name for name, module in model.named_modules() if type(module) is nn.Linear and not name.startswith(routers)]
+    return [f"dense linear layers in {recipe.name}: {shown_names(converted)}; in high precision: {shown_names(others)}"]
