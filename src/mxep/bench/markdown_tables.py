@@ -389,7 +389,8 @@ def convergence_table(records: Records) -> str:
     rows = []
     for record in records:
         unit = record["data"]["unit"]
-        what = f"{record['model']['parameters'] / 1e6:.0f} million parameters, {record['steps']} steps of {record['shape']['T']} {unit}s"
+        size = f"{record['model']['name']}, {record['model']['parameters'] / 1e6:.0f} million parameters"
+        what = f"{size}, {record['steps']} steps of {record['shape']['T']} {unit}s"
         *_, baseline = record["arms"]
         for name, arm in record["arms"].items():
             ratio = f"{name}_held_out_vs_{baseline}"

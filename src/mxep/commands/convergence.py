@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mxep.bench.records import device_name, origin, write_records
+from mxep.bench.records import Record, device_name, origin, read_records, write_records
 from mxep.models.presets import DecoderConfig
 from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import split_names
@@ -276,8 +276,19 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     if record["no_verdict"]:
         say(f"no verdict: {'; '.join(record['no_verdict'])}")
     if options.record is not None:
-        say(f"record {write_records('convergence', record['device'], record['world_size'], [record], options.record)}")
+        kept = _other_records(record, options.record)
+        say(f"record {write_records('convergence', record['device'], record['world_size'], [*kept, record], options.record)}")
     say(f"plot {convergence([record], options.out)}")
+
+
+def _other_records(record: Mapping[str, Any], folder: Path) -> list[Record]:
+    """Records of other models, arms and lengths on the same kind of device, which stay in the file."""
+
+    def compared(of: Mapping[str, Any]) -> list[Any]:
+        return [of["model"], [*of["arms"]], of["steps"]]
+
+    same_device = [old for old in read_records("convergence", folder) if old["device"] == record["device"]]
+    return [old for old in same_device if compared(old) != compared(record)]
 
 
 def say(text: str) -> None:
