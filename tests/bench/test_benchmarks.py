@@ -236,7 +236,7 @@ def test_overview_shows_training_on_the_most_gpus_against_both_baselines() -> No
         options = {"activation_checkpoint": "full", "compile": True, "cache_weights": False}
         arms = {arm.replace("_one", ", one function"): {"median_ms": ms} for arm, ms in step_ms.items()}
         what = {"model": {"name": "small"}, "routing": "forced balance", "shape": {"T": 64}, "options": options}
-        return {"device": "h200", "world_size": world, **what, "arms": arms}
+        return {"device": "h200", "world_size": world, **what, "arms": arms, "steps": {}}
 
     two, four = training(2, mxfp8=4.0, bf16=8.0), training(4, mxfp8=5.0, mxfp8_mx=4.0, bf16_one=6.0, bf16=7.0)
     what = "small, forced balance, 64 tokens a step, full recomputation, compiled"

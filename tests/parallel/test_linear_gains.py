@@ -33,7 +33,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_what_was_measured_to_lose_stays(recipe: Recipe) -> None:
     for row in measured_times():
         if getattr(row, recipe.wgrad) >= row.bf16:
-            assert not linear_gains(row.K, row.N, recipe), row
+            assert not linear_gains(row.K, row.N, recipe, row.T), row
     assert linear_gains(2048, 10944, recipe)
 
 
@@ -44,6 +44,12 @@ def test_what_was_measured_to_lose_stays(recipe: Recipe) -> None:
 @pytest.mark.usefixtures("table")
 def test_at_least_as_wide_both_ways(shape: tuple[int, int], gains: bool) -> None:
     assert linear_gains(*shape, MX) == gains
+
+
+@pytest.mark.usefixtures("table")
+def test_with_fewer_tokens_than_were_measured_nothing_gains() -> None:
+    assert linear_gains(2048, 4096, MX, 32768)
+    assert not linear_gains(2048, 4096, MX, 32767)
 
 
 @pytest.mark.usefixtures("table")

@@ -93,7 +93,7 @@ def learning_line(records: Records) -> str:
         lines.append(
             f"{record['model']['name']}, {record['model']['parameters'] / 1e6:.0f} million parameters, {record['steps']} steps on"
             f" {record_place(record)}, {record['seeds']} seeds each:\nheld-out loss {base['held_out_mean']:.4f} in bf16"
-            f" ({low:.4f} to {high:.4f}), {', '.join(others)} (commit {record['commit']})."
+            f" ({low:.4f} to {high:.4f}),\n{', '.join(others)} (commit {record['commit']})."
         )
     return "\n".join(lines)
 
