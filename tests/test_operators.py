@@ -34,6 +34,10 @@ def mx(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     return reference.quantize(torch.randn(shape), "rceil")
 
 
+def rebased() -> rebase_reference.RebasedWeight:
+    return rebase_reference.rebase_weight(*mx(G, N, K))
+
+
 def records(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """MX rows as strided views into packed records."""
     packed = reference.quantize_packed(torch.randn(rows, width), "rceil")
@@ -307,10 +311,22 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(3, K).bfloat16(), torch.randn(G, K, 8).bfloat16().transpose(-2, -1), offs() * 0 + 5, row_map()),
     ],
     "rebase_weight": lambda: [mx(G, N, K)],
-    "quantize_rows": lambda: [
-        (torch.randn(M, K).bfloat16(), "rceil", "auto", True),
-        (torch.randn(M, 2 * K)[:, :K], "floor", "row", False),
-        (torch.randn(0, K), "rceil", "span", True),
+    "quantize_grouped_mm": lambda: [
+        (torch.randn(M, K).bfloat16(), *rebased(), offs(), torch.bfloat16, "rceil", "auto", True),
+        (torch.randn(M, 2 * K)[:, :K], *rebased(), offs(), torch.float32, "floor", "row", False, "skip"),
+        (torch.randn(0, K), *rebased(), offs() * 0, torch.float32, "rceil", "span", True),
+        (
+            torch.randn(M, K).bfloat16(),
+            *rebase_reference.rebase_weight(*mx(G, N, K)),
+            offs(),
+            torch.bfloat16,
+            "rceil",
+            "auto",
+            True,
+            "zero",
+            lora(M, 16),
+            lora(G, N, 16),
+        ),
     ],
     "quantize_weight": lambda: [
         (torch.randn(2, N, K), torch.randn(2, 32, K), "rceil", True, True, True),

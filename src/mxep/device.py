@@ -75,7 +75,7 @@ def checking(device: torch.device) -> bool:
 
 def is_capturing() -> bool:
     """Whether the current stream records a CUDA graph. Initialises no CUDA: False where this process has used no GPU yet."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def default_backend(device_type: str) -> str:

@@ -108,9 +108,11 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False, "
         "Tensor? scale=None, Tensor? second_scale=None) -> Tensor[]",
     ),
-    ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.quantize_rows"): (
-        # rows (T, D) rebased (data, scale, block_scale of RebasedRows) with scales of that granularity; with mx first in MX (qdata, scale)
-        "quantize_rows(Tensor x, str scaling_mode, str granularity, bool mx) -> Tensor[]",
+    ("grouped_gemm.reference", "grouped_gemm.hopper.quantize_gemm"): (
+        # grouped_mm_mx of plain rows x (M, K), rebased with scales of that granularity, and weights of quantize_weight; with mx then x in
+        # MX (qdata, scale)
+        "quantize_grouped_mm(Tensor x, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str scaling_mode, str granularity, "
+        "bool mx, str padding_rows='zero', Tensor? inner=None, Tensor? lora_b=None) -> Tensor[]",
     ),
     ("grouped_gemm.hopper.rebase_reference", "grouped_gemm.hopper.rebase"): (
         # the same of a weight (G, N, K) that is in MX already

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,17 +11,17 @@ from mxep.device import GEMM_PATHS
 from mxep.grouped_mm import products
 from mxep.grouped_mm.function import _GroupedMM
 from mxep.mx import MXWeight
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, quantize_rows
 
 
 @pytest.mark.parametrize(("wgrad", "forms"), [("mx", [True, True]), ("hp", [False, False]), ("none", [False, False])])
 def test_plain_rows_of_an_fp8_path_are_quantised_in_one_pass(wgrad: str, forms: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both operands, in MX as well where wgrad reads it; the product is that of their rebased rows."""
-    made, quantize_rows = [], products.direct.quantize_rows
+    made, quantize_grouped_mm = [], products.direct.quantize_grouped_mm
 
-    def recorded(x: torch.Tensor, mode: str, granularity: str, mx: bool) -> list[torch.Tensor]:
-        made.append(mx)
-        return quantize_rows(x, mode, granularity, mx)
+    def recorded(*arguments: Any) -> list[torch.Tensor]:
+        made.append(arguments[7])
+        return quantize_grouped_mm(*arguments)
 
     def refused(*_: object) -> None:
         raise AssertionError("rows that are quantised apart from their rebase")
@@ -29,7 +31,7 @@ def test_plain_rows_of_an_fp8_path_are_quantised_in_one_pass(wgrad: str, forms: 
     w_mx = products._quantize_weight(w.detach(), "rceil"), products._quantize_weight(w.detach().mT, "rceil")
     offs = torch.tensor([64], dtype=torch.int32)
     monkeypatch.setattr(products.GemmOptions, "rebased", "row")
-    monkeypatch.setattr(products.direct, "quantize_rows", recorded)
+    monkeypatch.setattr(products.direct, "quantize_grouped_mm", recorded)
     monkeypatch.setattr(products.direct, "quantize", refused)
     monkeypatch.setattr(products.Weights, "make_both", lambda _: (None, None))
     monkeypatch.setattr(products.Weights, "quantized", lambda _, which: w_mx[which == "dgrad"])

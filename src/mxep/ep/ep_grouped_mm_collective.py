@@ -31,10 +31,8 @@ from mxep.ep.permute import index_rows
 from mxep.grouped_mm.products import (
     GemmOptions,
     Weights,
-    dgrad_gemm,
-    forward_gemm,
-    gemm_operands,
     gemm_options,
+    multiply_rows,
     saved_operand,
     saved_tensors,
     wgrad_gemm,
@@ -77,13 +75,13 @@ class _EPGroupedMM(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
         rows = exchange(x, output_splits, input_splits, group_name, options.dispatch)
-        operands = gemm_operands(rows, options.gemm, row_map, for_wgrad=needs_w)
-        assert operands.gemm is not None
-        out = forward_gemm(operands.gemm, Weights(w, None, options.gemm, kept), offs, operands.row_map)
-        ctx.save_for_backward(*saved_tensors(operands.wgrad if needs_w else None), w if needs_x or needs_w else None, row_map, offs)
+        weights = Weights(w, None, options.gemm, kept)
+        out, operand, _ = multiply_rows(rows, weights, "forward", offs, row_map, for_wgrad=needs_w)
+        assert out is not None
+        ctx.save_for_backward(*saved_tensors(operand), w if needs_x or needs_w else None, row_map, offs)
         ctx.splits, ctx.options, ctx.kept = (output_splits, input_splits, group_name), options, kept
         received_order = scatter(out, row_map, rows.shape[0])
-        del out, rows, operands
+        del out, rows, operand
         return exchange_hp(received_order, input_splits, output_splits, group_name)
 
     @staticmethod
@@ -92,16 +90,12 @@ class _EPGroupedMM(torch.autograd.Function):
         (output_splits, input_splits, name), options, needs = ctx.splits, ctx.options, ctx.needs_input_grad[:2]
         grad = exchange(grads[0], output_splits, input_splits, name, options.combine)
         gemm, weights, d_x, d_w = options.gemm, Weights(w, None, options.gemm, ctx.kept), None, None
-        num_rows, dtype = grad.shape[0], grad.dtype
-        operands = gemm_operands(grad, gemm, row_map, *needs)
-        if needs[0]:
-            assert operands.gemm is not None
-            d_rows = dgrad_gemm(operands.gemm, weights, offs, operands.row_map)
-        if needs[1]:
-            a, maps = saved_operand(data, scale, dtype, gemm), (operands.row_map, operands.row_map)
-            assert operands.wgrad is not None
-            d_w = wgrad_gemm(operands.wgrad, a, offs, gemm, w.dtype, *maps, weights.transposed)
-        if needs[0]:
+        num_rows = grad.shape[0]
+        d_rows, operand, wgrad_map = multiply_rows(grad, weights, "dgrad", offs, row_map, *needs)
+        if operand is not None:
+            a, maps = saved_operand(data, scale, grad.dtype, gemm), (wgrad_map, wgrad_map)
+            d_w = wgrad_gemm(operand, a, offs, gemm, w.dtype, *maps, weights.transposed)
+        if d_rows is not None:
             d_x = exchange_hp(scatter(d_rows, row_map, num_rows), input_splits, output_splits, name)
         return d_x, d_w, None, None, None, None, None, None, None
 

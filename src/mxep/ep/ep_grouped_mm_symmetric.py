@@ -33,7 +33,7 @@ from torch import Tensor
 from mxep.comm.collective import splits_or_invalid
 from mxep.comm.exchange import Copy, Exchange, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.grouped_mm.products import GemmOptions, QuantizedWeight, Weights, mx_gemm, wgrad_gemm
+from mxep.grouped_mm.products import Bytes, GemmOptions, Weights, mx_gemm, wgrad_gemm
 from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data, from_records
 from mxep.mx.weight_cache import CachedWeight
@@ -256,7 +256,7 @@ def _send_chunks(exchange: Exchange, call: Call, rows: Tensor, mine: Tensor) -> 
         exchange.send(own, 0, [])
 
 
-def _multiply_and_return(exchange: Exchange, call: Call, a: MXTensor, weight: QuantizedWeight, returns: bool) -> None:
+def _multiply_and_return(exchange: Exchange, call: Call, a: MXTensor, weight: Bytes, returns: bool) -> None:
     """Run each GEMM as soon as its rows have arrived, and send its rows to their tokens.
 
     The GEMMs of different chunks run on alternate streams, so that one starts during the last tiles of another.  Those of one chunk do

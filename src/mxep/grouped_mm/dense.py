@@ -120,20 +120,21 @@ class _DenseMM(torch.autograd.Function):
             adapted, a, b = dequantize_data(rows) if dropped is None else _rows(dropped), a.to(x.dtype), b.to(x.dtype)
             lora = _scaled_product(adapted, a.t(), scaling), b.unsqueeze(0)
             of_adapter = a, b, lora[0], adapted if ctx.needs_input_grad[5] else None
-        fused = lora is not None and adds_lora(gemm, lora[0].shape[1])
+        fused, ends = lora is not None and adds_lora(gemm, lora[0].shape[1]), None
         if gemm is None:
             out, saved = _multiply_hp(ctx, rows, w, bias)
         else:  # a frozen weight past the dispatcher, which costs the host more than a launch
             group = w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
-            out, saved = multiply(ctx, rows, group, _group_end(rows), bias, gemm, kept=kept, lora=lora if fused else None)
+            ends = _group_end(rows)
+            out, saved = multiply(ctx, rows, group, ends, bias, gemm, kept=kept, lora=lora if fused else None)
         if lora is not None and not fused:
             out.addmm_(lora[0], lora[1][0].t())
-        ctx.save_for_backward(*of_adapter, *saved)
+        ctx.save_for_backward(ends, *of_adapter, *saved)
         return out if x.dim() == 2 else unflatten_rows(out, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        a, b, inner, adapted, *saved = ctx.saved_tensors
+        ends, a, b, inner, adapted, *saved = ctx.saved_tensors
         needs_x, needs_w, needs_bias, _, _, *of_adapter = ctx.needs_input_grad
         d_y, d_a, d_b, d_dropped, d_inner, lora = _rows(grads[0]), None, None, None, None, None
         if a is not None:
@@ -144,7 +145,7 @@ class _DenseMM(torch.autograd.Function):
         if ctx.gemm is None:
             d_rows, d_w, d_bias = _gradients_hp(ctx, saved, d_y)
         else:
-            d_rows, d_w, d_bias = gradients(ctx, saved, _group_end(d_y), d_y, needs_x, needs_w, needs_bias, lora)
+            d_rows, d_w, d_bias = gradients(ctx, saved, ends, d_y, needs_x, needs_w, needs_bias, lora)
             d_w = None if d_w is None else d_w.squeeze(0)
         if d_inner is not None:
             needs_a, needs_b, _, needs_dropped = of_adapter
@@ -205,13 +206,15 @@ def dense_mm(
     Raises:
         ValueError: shapes, dtypes or a path that do not fit.
     """
-    reject_border(x, _WHERE)
+    in_mx = isinstance(x, MXTensor)
+    if in_mx:
+        reject_border(x, _WHERE)
     options = _checked_options if torch.compiler.is_compiling() else _kept_options
     pads = recipe.wgrad == "mxfp8" and x.shape[:-1].numel() % MX_BLOCK != 0  # 32x1 blocks
     of_x, of_w = (x.shape[-1:], x.dtype, x.device), (w.shape, w.dtype, w.device)
     of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
     trains = torch.is_grad_enabled() and w.requires_grad
-    gemm = options(of_x, isinstance(x, MXTensor), of_w, of_bias, trains, pads, recipe) if recipe.gemm == "mxfp8" else None
+    gemm = options(of_x, in_mx, of_w, of_bias, trains, pads, recipe) if recipe.gemm == "mxfp8" else None
     if gemm is None or (recipe.hp_below_rows and recipe.multiplies_in_hp(x.shape[:-1].numel(), 1)):
         if lora is None:
             return F.linear(x.dequantize() if isinstance(x, MXTensor) else x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -24,10 +24,8 @@ from mxep.grouped_mm.products import (
     LoraProduct,
     Weights,
     add_wgrad,
-    dgrad_gemm,
-    forward_gemm,
-    gemm_operands,
     gemm_options,
+    multiply_rows,
     saved_operand,
     saved_tensors,
     wgrad_gemm,
@@ -79,21 +77,20 @@ def multiply(
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
     """Forward of an autograd function: rows a (M, K) times weights w (G, N, K) -> (M, N), and what is saved for `gradients`.
 
-    `lora`: as in `forward_gemm`.
+    `lora`: as in `multiply_rows`.
     """
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
-    operands = gemm_operands(a, gemm, pad_map)
-    assert operands.gemm is not None
     weights = Weights(w, None, gemm, kept, dtype=weight_dtype)
     # dgrad multiplies on the path of a's dtype.  A frozen weight keeps no second form.
     one_path = gemm is not None and (a.dtype == gemm.out_dtype or gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype))
     for_dgrad = one_path and all(ctx.needs_input_grad[:2])
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
-    out = forward_gemm(operands.gemm, weights, ends, operands.row_map, lora=lora)
+    out, operand, _ = multiply_rows(a, weights, "forward", ends, pad_map, lora=lora)
+    assert out is not None
     if pad_map is not None:
         out = scatter(out, pad_map, a.shape[0])
     # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
-    saved = *saved_tensors(operands.wgrad), w, pad_map, None if pad_map is None else ends, *dgrad_form
+    saved = *saved_tensors(operand), w, pad_map, None if pad_map is None else ends, *dgrad_form
     ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
     ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
     return out if bias is None else add_bias_rows(out, bias, offs), saved
@@ -111,27 +108,24 @@ def gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of a, w and bias from that of `multiply`'s result, (M, N), MX or plain; None for one that is not needed.
 
-    `lora`: as in `dgrad_gemm`.
+    `lora`: as in `multiply_rows`.
     """
     data, scale, w, pad_map, ends, *dgrad_form = saved
     gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
     ends = offs if pad_map is None else ends
     grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
-    d_a = d_w = d_bias = None
+    d_w = d_bias = None
     if ctx.bias_like is not None and needs_bias:
         d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
     d_gemm = gemm if gemm is None or gemm.out_dtype == a_dtype else gemm.with_out_dtype(a_dtype)
-    operands = gemm_operands(grad, d_gemm, pad_map, needs_a, needs_w)
     weights = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=tuple(dgrad_form))
-    if needs_a:
-        assert operands.gemm is not None
-        d_a = dgrad_gemm(operands.gemm, weights, ends, operands.row_map, lora=lora)
-        d_a = d_a if pad_map is None else scatter(d_a, pad_map, num_rows)
-    operands = operands._replace(gemm=None)  # wgrad need not hold its memory
+    d_a, operand, row_map = multiply_rows(grad, weights, "dgrad", ends, pad_map, needs_a, needs_w, lora)
+    if d_a is not None and pad_map is not None:
+        d_a = scatter(d_a, pad_map, num_rows)
     if needs_w:
-        maps = operands.row_map, operands.row_map
-        assert operands.wgrad is not None
-        both = operands.wgrad, saved_operand(data, scale, a_dtype, gemm)
+        maps = row_map, row_map
+        assert operand is not None
+        both = operand, saved_operand(data, scale, a_dtype, gemm)
         if ctx.main_grad is None:
             d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)
         else:

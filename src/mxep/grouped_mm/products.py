@@ -26,11 +26,10 @@ from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedWeight
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
 from mxep.ops.grouped_gemm.reference import fuses_lora
 
-Bytes = tuple[Tensor, Tensor]  # qdata, scale
-QuantizedWeight = Bytes | RebasedWeight
+Bytes = tuple[Tensor, Tensor]  # qdata, scale; of a weight also the parts of `RebasedWeight`
 SavedForm = tuple[Tensor | None, Tensor | None]  # dgrad's form of a weight, which forward has made: data and scale, or None of both
 _DIRECTIONS = "forward", "dgrad"  # which form of a weight: (L, N, K), or (L, K, N)
 WgradOut = torch.dtype | Tensor  # a new gradient's dtype, or a gradient that earlier chunks have partly filled
@@ -103,14 +102,7 @@ _kept_options = functools.lru_cache(maxsize=1024)(_resolved_options)  # a device
 # ---------------------------------------------------------------- operands
 
 
-class Columnwise(NamedTuple):
-    """Rows (M, K) quantised 32x1 along M: the MX form of their transpose, qdata (K, M) and scale (K, M/32)."""
-
-    qdata: Tensor
-    scale: Tensor
-
-
-Operand = Tensor | Columnwise  # rows of a wgrad, plain, MX or columnwise
+Operand = Tensor | Bytes  # rows of a wgrad: plain or an `MXTensor`; or bytes, 1x32 along K for wgrad "mx" and 32x1 along M for "mxfp8"
 
 
 class Forms(NamedTuple):
@@ -121,19 +113,13 @@ class Forms(NamedTuple):
     rebased: RebasedRows | None = None
 
 
-class GemmOperands(NamedTuple):
-    """Rows in the form that a GEMM reads and in the form that a wgrad reads (None: not asked for), and the row map that both still need."""
-
-    gemm: Tensor | RebasedRows | None
-    wgrad: Operand | None
-    row_map: Tensor | None
-
-
 def quantized(value: Tensor, mode: str) -> Bytes:
     """(qdata, scale) 1x32 along the last dimension; an MX tensor's own bytes."""
-    if isinstance(value, MXTensor):
-        return value.qdata, value.scale
-    return direct.quantize(value.contiguous(), mode)
+    return _bytes(value) if isinstance(value, MXTensor) else direct.quantize(value.contiguous(), mode)
+
+
+def _bytes(value: MXTensor) -> Bytes:
+    return value.qdata, value.scale
 
 
 def as_mx(value: Tensor, mode: str) -> MXTensor:
@@ -146,25 +132,43 @@ def shared_form(rows: Tensor, gemm: GemmOptions | None) -> Tensor:
     return rows if gemm is None or gemm.wgrad != "mx" or isinstance(rows, MXTensor) else as_mx(rows, gemm.mode)
 
 
-def gemm_operands(
-    rows: Tensor, gemm: GemmOptions | None, row_map: Tensor | None = None, for_gemm: bool = True, for_wgrad: bool = True
-) -> GemmOperands:
-    """Rows (R, K), MX or plain, for a GEMM and for a wgrad. 32x1 blocks and high precision get a copy in the experts' order."""
+def multiply_rows(
+    rows: Tensor,
+    weights: Weights,
+    which: str,
+    offs: Tensor,
+    row_map: Tensor | None = None,
+    for_gemm: bool = True,
+    for_wgrad: bool = True,
+    lora: LoraProduct | None = None,
+) -> tuple[Tensor | None, Operand | None, Tensor | None]:
+    """`forward_gemm` or `dgrad_gemm` (`which`) of rows (R, K), MX or plain, and the rows as a wgrad reads them.
+
+    Returns:
+        the product, None unless it is wanted; the rows for wgrad, None unless they are wanted; the map through which wgrad reads them.
+        32x1 blocks and high precision get a copy in the experts' order.
+    """
+    gemm, operand = weights.gemm, rows
+    wgrad: Operand | None = None
     if gemm is not None and gemm.wgrad != "mxfp8":
         if for_gemm and _rebases(rows, gemm, row_map):
-            if for_wgrad and gemm.wgrad == "mx":
-                qdata, scale, *rebased = direct.quantize_rows(rows, gemm.mode, gemm.rebased, True)
-                return GemmOperands(RebasedRows(*rebased), MXTensor(qdata, scale, rows.dtype), None)
-            return GemmOperands(rows, rows if for_wgrad and gemm.wgrad == "hp" else None, None)  # `_gemm` quantises them
-        rows = shared_form(rows, gemm)
-        return GemmOperands(rows if for_gemm else None, rows if for_wgrad and gemm.wgrad != "none" else None, row_map)
-    rows = rows if row_map is None else gather(rows, row_map)
-    if gemm is None:
-        return GemmOperands(rows, rows, None)
-    if for_gemm and for_wgrad and not isinstance(rows, MXTensor):  # both from one read
-        qdata, scale, qdata_t, scale_t = direct.quantize_rowwise_columnwise(rows, gemm.mode)
-        return GemmOperands(MXTensor(qdata, scale, rows.dtype), Columnwise(qdata_t, scale_t), None)
-    return GemmOperands(as_mx(rows, gemm.mode) if for_gemm else None, _columnwise(rows, gemm.mode) if for_wgrad else None, None)
+            mx = for_wgrad and gemm.wgrad == "mx"
+            out, *parts = _quantize_gemm(rows, weights, which, offs, mx, "zero", lora)
+            return out, (parts[0], parts[1]) if mx else rows if for_wgrad and gemm.wgrad == "hp" else None, None
+        operand = shared_form(rows, gemm)
+        wgrad = operand if gemm.wgrad != "none" else None
+    else:
+        if row_map is not None:
+            operand, row_map = gather(rows, row_map), None
+        if gemm is None:
+            wgrad = operand
+        elif for_gemm and for_wgrad and not isinstance(operand, MXTensor):  # both from one read
+            qdata, scale, *columns = direct.quantize_rowwise_columnwise(operand, gemm.mode)
+            operand, wgrad = MXTensor(qdata, scale, rows.dtype), (columns[0], columns[1])
+        elif for_wgrad:
+            wgrad = _columnwise(operand, gemm.mode)
+    out = _gemm(operand, weights, which, offs, row_map, "zero", lora) if for_gemm else None
+    return out, wgrad if for_wgrad else None, row_map
 
 
 def _rebases(rows: Tensor, gemm: GemmOptions, row_map: Tensor | None) -> bool:
@@ -174,15 +178,17 @@ def _rebases(rows: Tensor, gemm: GemmOptions, row_map: Tensor | None) -> bool:
 
 def saved_tensors(*operands: Operand | None) -> tuple[Tensor | None, ...]:
     """Two tensors that autograd can save for each operand of a wgrad: data and scale, rows and None, or None twice."""
-    pairs = [(o.qdata, o.scale) if isinstance(o, MXTensor | Columnwise) else (o, None) for o in operands]
-    return tuple(tensor for pair in pairs for tensor in pair)
+    saved: list[Tensor | None] = []
+    for operand in operands:
+        saved += operand if isinstance(operand, tuple) else _bytes(operand) if isinstance(operand, MXTensor) else (operand, None)
+    return tuple(saved)
 
 
 def saved_operand(data: Tensor, scale: Tensor | None, dtype: torch.dtype, gemm: GemmOptions | None) -> Operand:
     """The operand that `saved_tensors` took apart; `dtype` is that of its values."""
-    if scale is None:
-        return data
-    return Columnwise(data, scale) if gemm is not None and gemm.wgrad == "mxfp8" else MXTensor(data, scale, dtype)
+    if scale is None or gemm is None or gemm.wgrad == "hp":
+        return data if scale is None else MXTensor(data, scale, dtype)
+    return data, scale
 
 
 def form_names(gemm: GemmOptions | None, dgrad: bool, wgrad: bool, values: bool = False) -> str:
@@ -207,8 +213,9 @@ def wgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
     return form
 
 
-def _columnwise(rows: Tensor, mode: str) -> Columnwise:
-    return Columnwise(*direct.quantize_columnwise(dequantize_data(rows), mode))
+def _columnwise(rows: Tensor, mode: str) -> Bytes:
+    """Rows (M, K) quantised 32x1 along M: the MX form of their transpose, qdata (K, M) and scale (K, M/32)."""
+    return direct.quantize_columnwise(dequantize_data(rows), mode)  # type: ignore[no-any-return]
 
 
 def row_values(rows: Tensor, row_map: Tensor | None, offs: Tensor) -> Tensor:
@@ -262,15 +269,19 @@ class Weights:
     ) -> None:
         self.gemm, self._dtype = gemm, dtype if gemm is None else gemm.weight_dtype
         parts: tuple[Tensor, ...] = (first,) if second is None else (first, second)
-        self._frozen = tuple(part for part in parts if isinstance(part, MXWeight))
-        if 0 < len(self._frozen) < len(parts):
-            parts, self._frozen = tuple(dequantize_data(part) for part in parts), ()
+        self._frozen: tuple[MXWeight, ...] = ()
+        if isinstance(first, MXWeight) or isinstance(second, MXWeight):
+            frozen = tuple(part for part in parts if isinstance(part, MXWeight))
+            if len(frozen) == len(parts):
+                self._frozen = frozen
+            else:
+                parts = tuple(dequantize_data(part) for part in parts)
         self._parts, self._keep = parts, keep
         self._cache = cache if cache is not None and not self._frozen and cache.cache.serves() else None
         self._concat: Tensor | None = None
-        self._forms: dict[str, QuantizedWeight] = {}
+        self._forms: dict[str, Bytes] = {}
         if dgrad is not None and dgrad[0] is not None and dgrad[1] is not None:
-            self._forms["dgrad"] = RebasedWeight(dgrad[0], dgrad[1])
+            self._forms["dgrad"] = dgrad[0], dgrad[1]
 
     @property
     def transposed(self) -> bool:
@@ -295,7 +306,7 @@ class Weights:
         self._concat = weight if self._keep else None
         return weight
 
-    def quantized(self, which: str) -> QuantizedWeight:
+    def quantized(self, which: str) -> Bytes:
         """What "forward", (L, N, K), or "dgrad", (L, K, N), reads: MX bytes, or the rebased form if it is kept."""
         assert self.gemm is not None
         if which in self._forms:
@@ -334,12 +345,12 @@ class Weights:
         data, scale = dgrad
         return data, scale
 
-    def _frozen_form(self, which: str, path: str) -> QuantizedWeight:
+    def _frozen_form(self, which: str, path: str) -> Bytes:
         """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more."""
         if all(part.transposed == (which == "dgrad") for part in self._frozen):
             along = 1 if which == "forward" else 2
             form = _concat_bytes([w.qdata for w in self._frozen], along), _concat_bytes([w.scale for w in self._frozen], along)
-            return form if GEMM_PATHS[path].granularity is None else RebasedWeight(*direct.rebase_weight(*form))
+            return form if GEMM_PATHS[path].granularity is None else direct.rebase_weight(*form)
         assert self.gemm is not None
         keeps = [part.kept for part in self._frozen if part.kept is not None]
         key, writes = (which, self.gemm.mode, path, *map(id, keeps)), [kept.writes for kept in keeps]
@@ -350,7 +361,7 @@ class Weights:
             keeps[0].forms[key] = writes, form
         return form
 
-    def _quantized_again(self, which: str, path: str) -> QuantizedWeight:
+    def _quantized_again(self, which: str, path: str) -> Bytes:
         """The values of frozen weights in bf16, which holds e4m3 times a power of two exactly, quantised along the other dimension.
 
         For an FP8 path one pass reads the bytes, and the values are never in memory; except where one of two weights is transposed, which
@@ -361,12 +372,12 @@ class Weights:
         if GEMM_PATHS[path].granularity is not None and (second is None or not (first.transposed or second.transposed)):
             qdata, scale = (None, None) if second is None else (second.qdata, second.scale)
             made = direct.quantize_weight(first.qdata, qdata, self.gemm.mode, False, True, scale=first.scale, second_scale=scale)
-            return RebasedWeight(*made)
+            return made[0], made[1]
         values = [dequantize_data(part, torch.bfloat16) for part in self._frozen]
         (form,) = Weights(values[0], None if second is None else values[1], self.gemm)._make((which,), path)
         return form
 
-    def _make(self, names: tuple[str, ...], path: str) -> Sequence[QuantizedWeight]:
+    def _make(self, names: tuple[str, ...], path: str) -> Sequence[Bytes]:
         """The forms of these names, as the GEMM path reads them: MX bytes, or e4m3 with one exponent per output column."""
         assert self.gemm is not None
         mode = self.gemm.mode
@@ -380,7 +391,7 @@ class Weights:
         rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
         first = first.transpose(-2, -1) if transposed else first
         forms = iter(direct.quantize_weight(first, second, mode, rowwise, columnwise, rounds))
-        made = [RebasedWeight(*pair) for pair in zip(forms, forms, strict=True)]
+        made = list(zip(forms, forms, strict=True))
         return made[::-1] if transposed else made
 
 
@@ -472,7 +483,7 @@ def _gemm(
         if isinstance(rows, RebasedRows):
             operand = rows
         elif _rebases(rows, gemm, row_map):
-            operand = RebasedRows(*direct.quantize_rows(rows, gemm.mode, gemm.rebased, False))
+            return _quantize_gemm(rows, weights, which, offs, False, padding_rows, lora)[0]
         else:
             operand = quantized(rows, gemm.mode)
         return mx_gemm(operand, weights.quantized(which), offs, gemm, row_map, padding_rows, lora)
@@ -481,9 +492,19 @@ def _gemm(
     return direct.grouped_mm_hp(rows, weight if which == "forward" else weight.transpose(-2, -1), offs, rows.dtype, padding_rows)
 
 
+def _quantize_gemm(
+    rows: Tensor, weights: Weights, which: str, offs: Tensor, mx: bool, padding_rows: str, lora: LoraProduct | None
+) -> list[Tensor]:
+    """The product of plain rows on an FP8 path, which `_rebases`, then with `mx` their qdata and scale."""
+    gemm = weights.gemm
+    assert gemm is not None
+    made = weights.quantized(which)
+    return direct.quantize_grouped_mm(rows, *made, offs, gemm.out_dtype, gemm.mode, gemm.rebased, mx, padding_rows, *(lora or ()))
+
+
 def mx_gemm(
     rows: Bytes | RebasedRows,
-    weight: QuantizedWeight,
+    weight: Bytes,
     offs: Tensor,
     gemm: GemmOptions,
     row_map: Tensor | None = None,
@@ -505,6 +526,14 @@ def empty_wgrad(weight: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
     if transposed:
         return torch.empty((L, K, N), dtype=dtype, device=weight.device).transpose(-2, -1)
     return torch.empty((L, N, K), dtype=dtype, device=weight.device)
+
+
+def _both_in_mx(grad: Operand, a: Operand, gemm: GemmOptions) -> tuple[Tensor, ...] | None:
+    """qdata and scale of both operands of a wgrad that multiplies MX rows; None where it multiplies values."""
+    if gemm.wgrad == "mx":
+        grad = grad if isinstance(grad, tuple) else quantized(grad, gemm.mode)
+        return *grad, *(a if isinstance(a, tuple) else quantized(a, gemm.mode))
+    return (*_bytes(grad), *_bytes(a)) if isinstance(grad, MXTensor) and isinstance(a, MXTensor) else None
 
 
 def wgrad_gemm(
@@ -531,23 +560,20 @@ def wgrad_gemm(
         return wgrad_gemm(a, grad, offs, gemm, into, a_map, g_map, last=last).transpose(-2, -1)
     dtype = into if isinstance(into, torch.dtype) else into.dtype
     if gemm is not None and gemm.wgrad == "mxfp8":
-        qg, qa = (
-            x if isinstance(x, Columnwise) else _columnwise(row_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map))
-        )
+        qg, qa = (x if isinstance(x, tuple) else _columnwise(row_values(x, m, offs), gemm.mode) for x, m in ((grad, g_map), (a, a_map)))
         made = direct.grouped_wgrad_mx_columnwise(*qg, *qa, offs, dtype, gemm.wgrad_path(dtype))
         if isinstance(into, torch.dtype):
             return made
         direct.copy_expert_grads(into, made, offs)
         return into
-    assert isinstance(grad, Tensor)
-    assert isinstance(a, Tensor)
-    grad, a = shared_form(grad, gemm), shared_form(a, gemm)
-    if gemm is not None and isinstance(grad, MXTensor) and isinstance(a, MXTensor):
-        operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
+    if gemm is not None and (operands := _both_in_mx(grad, a, gemm)) is not None:
+        path = gemm.wgrad_path(dtype)
         if isinstance(into, torch.dtype):
             return direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map)
         direct.grouped_wgrad_mx(*operands, offs, dtype, path, g_map, a_map, out=into, mostly_padding=not last)
         return into
+    assert isinstance(grad, Tensor)
+    assert isinstance(a, Tensor)
     if gemm is None and isinstance(into, torch.dtype) and not isinstance(grad, MXTensor):
         return direct.grouped_wgrad_hp(grad, row_values(a, a_map, offs), offs, into, grad_map=g_map)
     return _wgrad_hp(into, row_values(grad, g_map, offs), row_values(a, a_map, offs), offs)
@@ -574,13 +600,14 @@ def add_wgrad(
 
     Uses the path of bf16 results: its accumulation error is below the rounding of a bf16 gradient, which a main gradient avoids.
     """
-    if isinstance(grad, Columnwise) or isinstance(a, Columnwise):
+    if gemm.wgrad == "mxfp8":
         into.add_(wgrad_gemm(grad, a, offs, gemm, torch.float32))
         return
-    if isinstance(grad, MXTensor) and isinstance(a, MXTensor):
-        operands = grad.qdata, grad.scale, a.qdata, a.scale
+    if (operands := _both_in_mx(grad, a, gemm)) is not None:
         direct.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
     else:
+        assert isinstance(grad, Tensor)
+        assert isinstance(a, Tensor)
         values = row_values(grad, g_map, offs), row_values(a, a_map, offs)
         direct.grouped_wgrad_hp(*values, offs, torch.float32, out=into, accumulate=True)
 
@@ -607,8 +634,7 @@ def wgrad_gate_up(
     into = into or [None, None]
     new = into[0] is None and into[1] is None
     if gemm is not None and gemm.wgrad == "mx":
-        grad, a = as_mx(grad, gemm.mode), as_mx(a, gemm.mode)
-        operands, path = (grad.qdata, grad.scale, a.qdata, a.scale), gemm.wgrad_path(dtype)
+        operands, path = (*quantized(grad, gemm.mode), *quantized(a, gemm.mode)), gemm.wgrad_path(dtype)
         if new:
             return direct.grouped_wgrad_mx_gate_up(*operands, offs, dtype, path, a_map)
         present = next(half for half in into if half is not None)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import mxep.operators  # noqa: F401
 from mxep.checks import check_mode
-from mxep.grouped_mm.products import GemmOptions, Weights, add_wgrad, dgrad_gemm, forward_gemm, gemm_operands, gemm_options
+from mxep.grouped_mm.products import GemmOptions, Weights, add_wgrad, gemm_options, multiply_rows
 from mxep.mx.compile import in_graph
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.cross_entropy.reference import IGNORE as IGNORE
@@ -158,23 +158,21 @@ class _MX:
         if self.gemm.wgrad == "mxfp8" and (extra := -hidden.shape[0] % MX_BLOCK):  # 32x1 blocks are whole
             hidden, labels = F.pad(hidden, (0, 0, 0, extra)), F.pad(labels, (0, extra), value=IGNORE)
         ends = torch.full((1,), hidden.shape[0], dtype=torch.int32, device=hidden.device)  # one group
-        rows = gemm_operands(hidden, self.gemm, for_wgrad=self.d_weight is not None)
-        assert rows.gemm is not None
-        logits = forward_gemm(rows.gemm, self.weights, ends)  # (t, V')
+        logits, rows, _ = multiply_rows(hidden, self.weights, "forward", ends, for_wgrad=self.d_weight is not None)  # (t, V')
+        assert logits is not None
         if logits.shape[1] > self.words:
             logits[:, self.words :] = -torch.inf  # words that do not exist have no share, and no gradient
         if not self.needs_gradient:
             return torch.ops.mxep.cross_entropy(logits, labels).sum()
         loss = torch.ops.mxep.cross_entropy_to_gradient(logits, labels).sum()
-        grad = gemm_operands(logits, self.gemm, for_gemm=d_hidden is not None, for_wgrad=self.d_weight is not None)
-        if d_hidden is not None:
-            assert grad.gemm is not None
-            d_hidden.copy_(dgrad_gemm(grad.gemm, self.weights, ends)[: d_hidden.shape[0]])
-            grad = grad._replace(gemm=None)  # wgrad need not hold its memory
+        needs = d_hidden is not None, self.d_weight is not None
+        made, grad, _ = multiply_rows(logits, self.weights, "dgrad", ends, None, *needs)
+        if d_hidden is not None and made is not None:
+            d_hidden.copy_(made[: d_hidden.shape[0]])
         if self.d_weight is not None:
-            assert grad.wgrad is not None
-            assert rows.wgrad is not None
-            add_wgrad(self.d_weight, grad.wgrad, rows.wgrad, ends, self.gemm)
+            assert grad is not None
+            assert rows is not None
+            add_wgrad(self.d_weight, grad, rows, ends, self.gemm)
         return loss
 
     def weight_gradient(self) -> Tensor | None:

@@ -9,7 +9,6 @@ function's part out in silence wherever x is reached another way (a residual, a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,18 +35,17 @@ def first_order(function: _Function) -> _Function:
     Forward-mode AD through backward, which the operators inside would drop, is an error at once.
     """
     forward, backward, problem = function.forward, function.backward, _problem(function.__name__.lstrip("_"))
-
-    def raises(results: Sequence[torch.Tensor], *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The results as a function of them and of `sources`, whose derivative is an error."""
-        outputs = torch._C._functions.DelayedError(problem.encode(), len(results) + len(sources))(*results, *sources)
-        return outputs[: len(results)]
+    message = problem.encode()
 
     @functools.wraps(forward)
     def linked(ctx: Any, *args: Any) -> Any:
         sources = [arg for arg, needed in zip(args, ctx.needs_input_grad, strict=True) if needed]
         if sources:
-            with torch.enable_grad():
-                (ctx.first_order_inputs,) = raises((torch.empty(0),), *sources)
+            torch._C._set_grad_enabled(True)  # torch has switched it off for forward; a context manager would be four calls more
+            try:
+                ctx.first_order_inputs = torch._C._functions.DelayedError(message, 1 + len(sources))(torch.empty(0), *sources)[0]
+            finally:
+                torch._C._set_grad_enabled(False)
         return forward(ctx, *args)
 
     @functools.wraps(backward)
@@ -60,7 +58,8 @@ def first_order(function: _Function) -> _Function:
         with torch.no_grad():
             results = backward(ctx, *grads)
         came = [grad for grad in grads if isinstance(grad, torch.Tensor) and grad.requires_grad]
-        marked = iter(raises([d for d in results if d is not None], ctx.first_order_inputs, *came))
+        made = [*(d for d in results if d is not None), ctx.first_order_inputs, *came]
+        marked = iter(torch._C._functions.DelayedError(message, len(made))(*made))
         return tuple(None if d is None else next(marked) for d in results)
 
     function.forward, function.backward = staticmethod(linked), staticmethod(checked)  # type: ignore[assignment, method-assign]

@@ -125,8 +125,9 @@ def quantize_weight(call: Call) -> list[Tensor]:
     return [tensor for form in forms for tensor in form]
 
 
-def quantize_rows(call: Call) -> list[Tensor]:
-    return _forms(call.x, call.x.shape, "mx+rebased" if call.mx else "rebased", call.granularity)
+def quantize_grouped_mm(call: Call) -> list[Tensor]:
+    out = call.x.new_empty((call.x.shape[0], call.qb.shape[1]), dtype=call.out_dtype)
+    return [out, *(empty_mx(call.x, *call.x.shape) if call.mx else ())]
 
 
 def rebase_weight(call: Call) -> tuple[Tensor, ...]:

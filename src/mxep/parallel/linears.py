@@ -80,7 +80,9 @@ class MXLinear(nn.Linear):
 
     def forward(self, input: Tensor, lora: DenseLora | None = None) -> Tensor:
         """input (..., K) bf16 or float32 -> (..., N), same dtype; with an adapter its part is added."""
-        kept = None if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
+        kept = self._kept
+        if kept is not None and torch.compiler.is_compiling():
+            kept = None  # a graph would keep the bytes of its first call for ever
         bias = None if self.bias is None else to_local(self.bias)
         return dense_mm(input, to_local(self.weight), bias, self.recipe, kept, lora)
 

@@ -16,6 +16,7 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import (
     RebasedTokens,
     RebasedWeight,
     dequantize_rows,
+    quantize_rows,
 )
 from mxep.ops.quantize.reference import dequantize
 from mxep.ops.rows.reference import gather_rows
@@ -193,6 +194,40 @@ def grouped_mm_mx(
     if inner is None or lora_b is None:
         return grouped_mm_hp(a, b, offs, out_dtype, padding_rows)
     return grouped_mm_hp(torch.cat((a, inner.float()), 1), torch.cat((b, lora_b.float()), 2), offs, out_dtype, padding_rows)
+
+
+def quantize_grouped_mm(
+    x: torch.Tensor,
+    qb: torch.Tensor,
+    sb: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    scaling_mode: str,
+    granularity: str,
+    mx: bool,
+    padding_rows: str = "zero",
+    inner: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """`grouped_mm_mx` of plain rows, which `quantize_rows` quantises and rebases.
+
+    Args:
+        x: (M, K) bf16 or float32.  qb, sb: (G, N, K) and (G, N) float32, what `quantize_weight` makes.
+        scaling_mode, granularity, mx: as in `quantize_rows`.  The rest as in `grouped_mm_mx`.
+
+    Returns:
+        out (M, N) `out_dtype`; with `mx` then qdata (M, K) and scale (M, K/32) of x.
+
+    Examples:
+        >>> b, ends = torch.ones(1, 32, 64).to(torch.float8_e4m3fn), torch.tensor([4])
+        >>> made = quantize_grouped_mm(torch.ones(4, 64), b, torch.ones(1, 32), ends, torch.float32, "rceil", "row", mx=True)
+        >>> [tuple(part.shape) for part in made], made[0][0, 0].item()
+        ([(4, 32), (4, 64), (4, 2)], 64.0)
+    """
+    made = quantize_rows(x, scaling_mode, granularity, mx)
+    rows = RebasedRows(*made[2 * mx :])
+    how = None, padding_rows, rows.block_scale, inner, lora_b
+    return [grouped_mm_mx(rows.data, rows.scale, qb, sb, offs, out_dtype, "reference", *how), *made[: 2 * mx]]
 
 
 def check_out(where: str, out: torch.Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, accumulate: bool = False) -> None:

@@ -8,6 +8,7 @@ from mxep.ops.grouped_gemm.exact import Bytes, ExactPath, Lora
 from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad
 from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens, rebase_weight
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedTokens, RebasedWeight
+from mxep.ops.grouped_gemm.hopper.rows_wgrad import rows_wgrad
 from mxep.ops.grouped_gemm.reference import is_rebased
 
 
@@ -68,7 +69,7 @@ class Fp8Path(ExactPath):
         accumulate: bool = False,
         mostly_padding: bool = False,
     ) -> torch.Tensor:
-        return _wgrad(rebase_tokens(*grad, *a, offs, g_map, a_map, mostly_padding=mostly_padding), out_dtype, out, accumulate)
+        return rows_wgrad(*grad, *a, offs, out_dtype, g_map, a_map, out, accumulate, mostly_padding)
 
     def wgrad_gate_up(
         self,
@@ -81,9 +82,5 @@ class Fp8Path(ExactPath):
         mostly_padding: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = _gate_up(rebase_tokens(*grad, *a, offs, None, a_map, mostly_padding=mostly_padding))
-        return _wgrad(gate, out_dtype, outs[0]), _wgrad(up, out_dtype, outs[1])
-
-
-def _wgrad(tokens: RebasedTokens, out_dtype: torch.dtype, out: torch.Tensor | None, accumulate: bool = False) -> torch.Tensor:
-    """A new gradient, or `out`, whose groups without tokens stay."""
-    return fp8_wgrad(tokens, out_dtype, out, accumulate, "zero" if out is None or accumulate else "skip")
+        empty = "zero" if outs[0] is None else "skip"  # of groups without tokens
+        return fp8_wgrad(gate, out_dtype, outs[0], empty=empty), fp8_wgrad(up, out_dtype, outs[1], empty=empty)

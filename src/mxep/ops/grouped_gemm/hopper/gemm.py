@@ -55,7 +55,7 @@ def options_of(
 
 
 @functools.cache
-def _kernel(wgrad: bool, block_scales: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool, lora: bool = False) -> Kernel:
+def kernel_of(wgrad: bool, block_scales: bool, out_dtype: torch.dtype, accumulate: bool, skip: bool, lora: bool = False) -> Kernel:
     options = options_of(wgrad=wgrad, block_scales=block_scales, out_dtype=out_dtype, accumulate=accumulate, skip=skip, lora=lora)
     return Kernel("grouped_mm", FILES, options, _THREADS, shared_bytes(options))
 
@@ -66,7 +66,7 @@ _KEPT = 2048
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _forward_arguments(
+def forward_arguments(
     M: int, N: int, K: int, G: int, a: int, a_row: int, a_scale: int, block_scale: int, block_scale_row: int, b: int, b_scale: int,
     ends: int, out: int, is_bf16: bool, inner: int, lora_b: int,
 ) -> Arguments:  # fmt: skip
@@ -84,7 +84,7 @@ def _forward_arguments(
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _wgrad_arguments(
+def wgrad_arguments(
     T: int, N: int, K: int, G: int, grad: int, grad_row: int, grad_scale: int, a: int, a_row: int, a_scale: int, ends: int, order: int,
     out: int, is_bf16: bool,
 ) -> Arguments:  # fmt: skip
@@ -159,8 +159,8 @@ def fp8_grouped_mm(
         factor_addresses = inner.data_ptr(), lora_b.data_ptr()
     more = b.data_ptr(), b_scale.data_ptr(), offs.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16, *factor_addresses
     skip = check_padding_rows("fp8_grouped_mm", padding_rows)
-    kernel = _kernel(False, block_scale is not None, out_dtype, False, skip, inner is not None)
-    kernel.run(device.index, multiprocessors(device.index), _forward_arguments(M, N, K, G, *addresses, *more))
+    kernel = kernel_of(False, block_scale is not None, out_dtype, False, skip, inner is not None)
+    kernel.run(device.index, multiprocessors(device.index), forward_arguments(M, N, K, G, *addresses, *more))
     return out
 
 
@@ -196,10 +196,9 @@ def fp8_wgrad(
     if not out.numel():
         return out
 
-    device = tokens.a.device
-    grad, a = tokens.grad, tokens.a
+    grad, a, device = tokens.grad, tokens.a, tokens.a.device.index
     addresses = grad.data_ptr(), grad.stride(0), tokens.grad_scale.data_ptr(), a.data_ptr(), a.stride(0), tokens.a_scale.data_ptr()
     more = tokens.ends.data_ptr(), tokens.order.data_ptr(), out.data_ptr(), out_dtype == torch.bfloat16
-    kernel = _kernel(True, False, out_dtype, accumulate, check_padding_rows("fp8_wgrad", empty))
-    kernel.run(device.index, multiprocessors(device.index), _wgrad_arguments(grad.shape[1], N, K, G, *addresses, *more))
+    kernel = kernel_of(True, False, out_dtype, accumulate, check_padding_rows("fp8_wgrad", empty))
+    kernel.run(device, multiprocessors(device), wgrad_arguments(grad.shape[1], N, K, G, *addresses, *more))
     return out

@@ -23,7 +23,7 @@ HEADERS = (
     *("grouped_gemm/hopper/wide_rows.cuh", "grouped_gemm/hopper/rows_in_memory.cuh"),
 )
 FILES = (*HEADERS, "grouped_gemm/hopper/quantize_rows.cu")
-_LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
+LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
 _SHARED_BYTES = 227 * 1024  # of a block, on Hopper
 _KEPT = 1024  # packed arguments, by address
 
@@ -68,13 +68,13 @@ def options_of(width: int, item_bytes: int, wide: bool, block_scales: bool, mx: 
 
 
 @functools.cache
-def _kernel(width: int, item_bytes: int, wide: bool, block_scales: bool, mx: bool, scaling_mode: str) -> Kernel:
+def kernel_of(width: int, item_bytes: int, wide: bool, block_scales: bool, mx: bool, scaling_mode: str) -> Kernel:
     options = options_of(width, item_bytes, wide, block_scales, mx, scaling_mode)
     return Kernel("quantize_rows", FILES, options, options["THREADS"], shared_bytes(options["ROWS"], width))
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _arguments(*arguments: int) -> Arguments:
+def arguments_of(*arguments: int) -> Arguments:
     """Addresses and numbers: the allocator hands out the same addresses in every step. `Kernel.launch` would be a Python call more."""
     return Arguments(*arguments)
 
@@ -107,11 +107,11 @@ def quantize_rows(x: torch.Tensor, scaling_mode: str, granularity: str, mx: bool
     if x.numel():
         item_bytes, address = x.element_size(), x.data_ptr()
         row_bytes = x.stride(0) * item_bytes
-        wide = not (address | row_bytes) % _LOAD_BYTES
-        kernel = _kernel(width, item_bytes, wide, block_scale is not None, mx, scaling_mode)
+        wide = not (address | row_bytes) % LOAD_BYTES
+        kernel = kernel_of(width, item_bytes, wide, block_scale is not None, mx, scaling_mode)
         outs = *((part.data_ptr() for part in of_mx) if mx else (0, 0)), data.data_ptr(), row_scale.data_ptr()
         block_scales = (0, 0) if block_scale is None else (block_scale.data_ptr(), block_scale.stride(0))
-        arguments = _arguments(address, row_bytes, *outs, *block_scales, MAX_SPREAD[granularity], num_rows)
+        arguments = arguments_of(address, row_bytes, *outs, *block_scales, MAX_SPREAD[granularity], num_rows)
         kernel.run(x.device.index, cdiv(num_rows, kernel.options["ROWS"]), arguments)
     made = (*of_mx, data, row_scale)
     return [*made] if block_scale is None else [*made, block_scale]

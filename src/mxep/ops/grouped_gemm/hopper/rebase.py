@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,11 +31,12 @@ ROWS_FILES = (*_HEADERS, "grouped_gemm/hopper/wide_rows.cuh", "grouped_gemm/hopp
 # Blocks of 8 warps write whole sectors of block scales.  With so many parts of 512 columns the registers let more warps onto a
 # multiprocessor in blocks of 4.
 _PARTS_OF_FOUR_WARPS = (9, 10, 13, 14)
-_LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
+LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
 _PLAN_THREADS, _MAXIMA_THREADS = 1024, 128
 _MOST_PLANNERS = 128  # blocks of token_plan
 _KEPT = 1024  # packed arguments, by address
 _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
+_PART_BYTES = 256  # parts of an allocation start at multiples of it
 
 
 def check_device(where: str, data: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -59,8 +61,8 @@ def check_mx(where: str, qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torc
         )
     if scale.device != qdata.device:
         check_device(where, qdata, scale=scale)
-    if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES or qdata.data_ptr() % _LOAD_BYTES:
-        qdata = qdata.contiguous() if qdata.stride(-1) != 1 or qdata.stride(0) % _LOAD_BYTES else qdata.clone()
+    if qdata.stride(-1) != 1 or qdata.stride(0) % LOAD_BYTES or qdata.data_ptr() % LOAD_BYTES:
+        qdata = qdata.contiguous() if qdata.stride(-1) != 1 or qdata.stride(0) % LOAD_BYTES else qdata.clone()
     return qdata, scale if scale.stride(-1) == 1 else scale.contiguous()
 
 
@@ -129,7 +131,7 @@ def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
     return RebasedWeight(rows.data.view(qdata.shape), rows.scale.view(qdata.shape[:2]))
 
 
-def _in_words(scale: torch.Tensor) -> bool:
+def in_words(scale: torch.Tensor) -> bool:
     """Whether every row of scales can be read four at a time."""
     return scale.shape[1] % 4 == 0 and scale.stride(0) % 4 == 0 and scale.data_ptr() % 4 == 0
 
@@ -216,6 +218,63 @@ def _token_arguments(
     )
 
 
+class TokenPlan(NamedTuple):
+    """A call of `launch_tokens` without its addresses: kernels, blocks, and where in one allocation everything lies, in bytes.
+
+    Attributes:
+        num_tokens: T of `RebasedTokens`.
+        grad, a, grad_scale, a_scale, scratch, ends, order: where each begins; ends and order are parts of the scratch words.
+        end: where all ends.
+    """
+
+    shape: tuple[int, int, int, int]  # K, N, M, G
+    find_maxima: Kernel
+    move: Kernel
+    planners: int
+    num_tiles: int
+    movers: int
+    num_tokens: int
+    grad: int
+    a: int
+    grad_scale: int
+    a_scale: int
+    scratch: int
+    ends: int
+    order: int
+    end: int
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def token_plan(M: int, K: int, N: int, G: int, words_a: bool, words_g: bool, mapped_a: bool, mapped_g: bool, walk: bool) -> TokenPlan:
+    """Of M tokens; words, mapped: as in `TokenRows`; walk: most tokens may be in no group."""
+    num_tiles = M // BLOCK_128 + G  # a group adds at most one tile that is not full
+    num_tokens = BLOCK_128 * num_tiles
+    sizes = N * num_tokens, K * num_tokens, 4 * G * N, 4 * G * K
+    grad, a, grad_scale, a_scale, scratch = itertools.accumulate((round_up(size, _PART_BYTES) for size in sizes), initial=0)
+    *_, ends, order, words = (scratch + 4 * start for start in _scratch_parts(K, N, M, G))
+    find_maxima, move = _token_kernels(TokenRows(K, words_a, mapped_a), TokenRows(N, words_g, mapped_g), walk)
+    planners = min(max(-(-G * (K + N) // (MX_BLOCK * _PLAN_THREADS)), G + 1), _MOST_PLANNERS)
+    movers = -(-num_tiles // _TEAMS) * (-(-K // BLOCK_128) + -(-N // BLOCK_128))
+    movers = min(movers, tiles.LOOP_PROGRAMS) if walk else movers
+    parts = grad, a, grad_scale, a_scale, scratch, ends, order, words
+    return TokenPlan((K, N, M, G), find_maxima, move, planners, num_tiles, movers, num_tokens, *parts)
+
+
+_Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # qdata, scale, row map
+
+
+def launch_tokens(plan: TokenPlan, memory: int, grad: _Rows, a: _Rows, offs: torch.Tensor) -> None:
+    """`rebase_tokens` of operands that the kernels take as they are, into `plan.end` bytes of memory at that address."""
+    (qg, sg, g_map), (qa, sa, a_map), device = grad, a, offs.device.index
+    from_a = qa.data_ptr(), qa.stride(0), sa.data_ptr(), sa.stride(0), 0 if a_map is None else a_map.data_ptr()
+    from_g = qg.data_ptr(), qg.stride(0), sg.data_ptr(), sg.stride(0), 0 if g_map is None else g_map.data_ptr()
+    outs = memory + plan.a, memory + plan.a_scale, memory + plan.grad, memory + plan.grad_scale, memory + plan.scratch
+    tables, scales, moves = _token_arguments(*plan.shape, offs.data_ptr(), from_a, from_g, *outs)
+    _PLAN.run(device, plan.planners, tables)
+    plan.find_maxima.run(device, plan.num_tiles, scales)
+    plan.move.run(device, plan.movers, moves)
+
+
 @functools.lru_cache(maxsize=_KEPT)
 def _scratch_parts(K: int, N: int, M: int, G: int) -> tuple[int, ...]:
     """Where in the scratch words, at multiples of 16 bytes, what only the kernels share begins: tiles (num_tiles, 4), the tables of maxima
@@ -264,23 +323,14 @@ def rebase_tokens(
     g_map = None if g_map is None else g_map.to(torch.int32).contiguous()
     a_map = None if a_map is None else a_map.to(torch.int32).contiguous()
 
-    N, K, G, device = qg.shape[1], qa.shape[1], offs.shape[0], qg.device
-    num_tiles = M // BLOCK_128 + G  # a group adds at most one tile that is not full
-    num_tokens = BLOCK_128 * num_tiles
-    grad, a = qg.new_empty((N, num_tokens)), qg.new_empty((K, num_tokens))
-    grad_scale, a_scale = qg.new_empty((G, N), dtype=torch.float32), qg.new_empty((G, K), dtype=torch.float32)
-    *_, ends_at, order_at, words = _scratch_parts(K, N, M, G)
-    scratch = qg.new_empty(words, dtype=torch.int32)
-    ends, order = scratch[ends_at : ends_at + G], scratch[order_at : order_at + G]
+    N, K, G = qg.shape[1], qa.shape[1], offs.shape[0]
+    plan = token_plan(M, K, N, G, in_words(sa), in_words(sg), a_map is not None, g_map is not None, mostly_padding)
+    memory = qg.new_empty(plan.end, dtype=torch.uint8)
+    launch_tokens(plan, memory.data_ptr(), (qg, sg, g_map), (qa, sa, a_map), offs)
 
-    from_a = qa.data_ptr(), qa.stride(0), sa.data_ptr(), sa.stride(0), 0 if a_map is None else a_map.data_ptr()
-    from_g = qg.data_ptr(), qg.stride(0), sg.data_ptr(), sg.stride(0), 0 if g_map is None else g_map.data_ptr()
-    outs = a.data_ptr(), a_scale.data_ptr(), grad.data_ptr(), grad_scale.data_ptr(), scratch.data_ptr()
-    plan, scales, moves = _token_arguments(K, N, M, G, offs.data_ptr(), from_a, from_g, *outs)
-    rows_a, rows_g = TokenRows(K, _in_words(sa), a_map is not None), TokenRows(N, _in_words(sg), g_map is not None)
-    find_maxima, move = _token_kernels(rows_a, rows_g, mostly_padding)
-    _PLAN.run(device.index, min(max(-(-G * (K + N) // (MX_BLOCK * _PLAN_THREADS)), G + 1), _MOST_PLANNERS), plan)
-    find_maxima.run(device.index, num_tiles, scales)
-    blocks = -(-num_tiles // _TEAMS) * (-(-K // BLOCK_128) + -(-N // BLOCK_128))
-    move.run(device.index, min(blocks, tiles.LOOP_PROGRAMS) if mostly_padding else blocks, moves)
-    return RebasedTokens(grad, grad_scale, a, a_scale, ends, order)
+    def part(start: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    grad, a = (part(start, torch.float8_e4m3fn, width, plan.num_tokens) for start, width in ((plan.grad, N), (plan.a, K)))
+    grad_scale, a_scale = (part(start, torch.float32, G, width) for start, width in ((plan.grad_scale, N), (plan.a_scale, K)))
+    return RebasedTokens(grad, grad_scale, a, a_scale, part(plan.ends, torch.int32, G), part(plan.order, torch.int32, G))
