@@ -95,8 +95,7 @@ def test_a_gemm_path_is_a_class_and_two_rows(monkeypatch: pytest.MonkeyPatch) ->
     class LoggingPath(exact.ExactPath):  # type: ignore[name-defined, misc]
         def gemm(self, rows: Any, weight: Any, *rest: Any) -> Tensor:
             calls.append("gemm")
-            offs, out_dtype, row_map, padding_rows, lora = rest
-            assert lora is None
+            offs, out_dtype, row_map, padding_rows = rest
             return reference.grouped_mm_mx(*rows, *weight, offs, out_dtype, "reference", row_map, padding_rows)
 
     monkeypatch.setitem(paths.PATHS, "logging", LoggingPath())

@@ -108,7 +108,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "quantize_weight(Tensor first, Tensor? second, str scaling_mode, bool rowwise, bool columnwise, bool round_to_bf16=False, "
         "Tensor? scale=None, Tensor? second_scale=None) -> Tensor[]",
     ),
-    ("grouped_gemm.reference", "grouped_gemm.hopper.quantize_gemm"): (
+    ("grouped_gemm.reference", "grouped_gemm.hopper.rows_gemm"): (
         # grouped_mm_mx of plain rows x (M, K), rebased with scales of that granularity, and weights of quantize_weight; with mx then x in
         # MX (qdata, scale)
         "quantize_grouped_mm(Tensor x, Tensor qb, Tensor sb, Tensor offs, ScalarType out_dtype, str scaling_mode, str granularity, "

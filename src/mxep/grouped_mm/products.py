@@ -153,8 +153,8 @@ def multiply_rows(
     if gemm is not None and gemm.wgrad != "mxfp8":
         if for_gemm and _rebases(rows, gemm, row_map):
             mx = for_wgrad and gemm.wgrad == "mx"
-            out, *parts = _quantize_gemm(rows, weights, which, offs, mx, "zero", lora)
-            return out, (parts[0], parts[1]) if mx else rows if for_wgrad and gemm.wgrad == "hp" else None, None
+            made = _quantize_gemm(rows, weights, which, offs, mx, "zero", lora)
+            return made[0], (made[1], made[2]) if mx else rows if for_wgrad and gemm.wgrad == "hp" else None, None
         operand = shared_form(rows, gemm)
         wgrad = operand if gemm.wgrad != "none" else None
     else:

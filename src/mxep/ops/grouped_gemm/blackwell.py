@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from mxep.device import compute_capability
 from mxep.mx.layout import to_blocked_3d, to_blocked_groups_along_columns, to_blocked_groups_along_rows
-from mxep.ops.grouped_gemm.exact import Bytes, ExactPath, Lora
+from mxep.ops.grouped_gemm.exact import Bytes, ExactPath
 from mxep.ops.grouped_gemm.triton import zero_padding_rows
 from mxep.ops.rows.permute import gather_mx_rows
 from mxep.shapes import MX_BLOCK
@@ -40,10 +40,7 @@ class BlackwellPath(ExactPath):
         out_dtype: torch.dtype,
         row_map: torch.Tensor | None,
         padding_rows: str,
-        lora: Lora | None = None,
     ) -> torch.Tensor:
-        if lora is not None:
-            return super().gemm(rows, weight, offs, out_dtype, row_map, padding_rows, lora)
         if row_map is not None:
             rows = gather_mx_rows(*rows, row_map, offs[-1:] if padding_rows == "skip" else None)
         if out_dtype != torch.bfloat16 or not rows[0].shape[0]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
+from mxep.ops.grouped_gemm.reference import check_padding_rows, check_rows
 from mxep.ops.grouped_gemm.triton import grouped_mm_hp
 from mxep.ops.grouped_gemm.wgrad import grouped_wgrad_hp
 from mxep.ops.quantize.dequantize import dequantize
 
 Bytes = tuple[torch.Tensor, torch.Tensor]  # qdata e4m3, scale e8m0
-Lora = tuple[torch.Tensor, torch.Tensor]  # inner (M, r), lora_b (G, N, r)
-_ADDS_NONE = "adds none, want a path of FP8_PATHS; add it by add_group_lora"
 
 
 class ExactPath:
@@ -20,9 +19,28 @@ class ExactPath:
     The operators of paths.py document the arguments; `mxep.device.available_gemm_paths` says which GPUs a path runs on.
     """
 
-    def prepare_weight(self, weight: Bytes) -> Bytes:
-        """The form in which `gemm` reads a weight (G, N, K): the MX bytes themselves."""
-        return weight
+    def grouped_mm(
+        self,
+        qa: torch.Tensor,
+        sa: torch.Tensor,
+        qb: torch.Tensor,
+        sb: torch.Tensor,
+        offs: torch.Tensor,
+        out_dtype: torch.dtype,
+        row_map: torch.Tensor | None,
+        padding_rows: str,
+        block_scale: torch.Tensor | None,
+        inner: torch.Tensor | None,
+        lora_b: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`grouped_mm_mx`, offs int32 and contiguous; rows that their producer has rebased are for paths that have a granularity."""
+        check_padding_rows("grouped_mm_mx", padding_rows)
+        rows = check_rows(qa, sa, row_map, block_scale)
+        if isinstance(rows, RebasedRows):
+            raise ValueError("grouped_mm_mx: rebased rows on a path that multiplies MX rows, want a path of FP8_PATHS; pass the MX rows")
+        if inner is not None or lora_b is not None:
+            raise ValueError("grouped_mm_mx: an adapter on a path that adds none, want a path of FP8_PATHS; add it by add_group_lora")
+        return self.gemm(rows, (qb, sb), offs, out_dtype, row_map, padding_rows)
 
     def gemm(
         self,
@@ -32,26 +50,11 @@ class ExactPath:
         out_dtype: torch.dtype,
         row_map: torch.Tensor | None,
         padding_rows: str,
-        lora: Lora | None = None,
     ) -> torch.Tensor:
-        """`grouped_mm_mx`; the weight may be prepared."""
-        if lora is not None:
-            raise ValueError(f"grouped_mm_mx: an adapter on a path that {_ADDS_NONE}")
+        """`grouped_mm_mx` of MX rows and weights, without an adapter."""
         num_valid_rows = offs[-1:] if padding_rows == "skip" else None
         values, weights = dequantize(*rows, torch.bfloat16, row_map, num_valid_rows), dequantize(*weight, torch.bfloat16)
         return grouped_mm_hp(values, weights, offs, out_dtype, padding_rows)
-
-    def gemm_rebased(
-        self,
-        rows: RebasedRows,
-        weight: Bytes,
-        offs: torch.Tensor,
-        out_dtype: torch.dtype,
-        padding_rows: str,
-        lora: Lora | None = None,
-    ) -> torch.Tensor:
-        """`grouped_mm_mx` of rows that their producer has rebased, for paths that have a granularity."""
-        raise ValueError("grouped_mm_mx: rebased rows on a path that multiplies MX rows, want a path of FP8_PATHS; pass the MX rows")
 
     def wgrad(
         self,

@@ -10,8 +10,8 @@ from mxep.device import FP8_PATHS, resolve_gemm_path
 from mxep.ops.grouped_gemm.blackwell import BlackwellPath
 from mxep.ops.grouped_gemm.exact import ExactPath
 from mxep.ops.grouped_gemm.hopper.fp8 import Fp8Path
-from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, RebasedRows
-from mxep.ops.grouped_gemm.reference import check_out, check_padding_rows, check_rows
+from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
+from mxep.ops.grouped_gemm.reference import check_out
 
 PATHS: dict[str, ExactPath] = {
     "exact": ExactPath(),
@@ -55,13 +55,10 @@ def grouped_mm_mx(
     Returns:
         (M, N) `out_dtype`; rows past offs[-1] are zero, or not defined.
     """
-    check_padding_rows("grouped_mm_mx", padding_rows)
-    offs = offs.to(torch.int32).contiguous()
-    rows, how = check_rows(qa, sa, row_map, block_scale), path_of(path, qa.device)
-    lora = None if inner is None or lora_b is None else (inner, lora_b)
-    if isinstance(rows, RebasedRows):
-        return how.gemm_rebased(rows, (qb, sb), offs, out_dtype, padding_rows, lora)
-    return how.gemm(rows, (qb, sb), offs, out_dtype, row_map, padding_rows, lora)
+    if offs.dtype != torch.int32 or not offs.is_contiguous():
+        offs = offs.to(torch.int32).contiguous()
+    how = path_of(path, qa.device)
+    return how.grouped_mm(qa, sa, qb, sb, offs, out_dtype, row_map, padding_rows, block_scale, inner, lora_b)
 
 
 def grouped_wgrad_mx(

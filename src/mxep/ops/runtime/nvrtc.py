@@ -260,7 +260,7 @@ class Arguments:
 
 
 @functools.lru_cache(maxsize=4096)
-def _packed(*arguments: Any) -> Arguments:
+def packed(*arguments: Any) -> Arguments:
     """Addresses and numbers, kept: the allocator hands out the same addresses in every step."""
     return Arguments(*arguments)
 
@@ -316,7 +316,7 @@ class Kernel:
 
     def launch(self, device: int, blocks: int, *arguments: Any) -> None:
         """Launch on torch's current stream of GPU `device`, with tensors, None, ints and tensor maps; structures go to `run`."""
-        self.run(device, blocks, _packed(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]))
+        self.run(device, blocks, packed(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]))
 
     def run(self, device: int, blocks: int, arguments: Arguments | PackedStructure, stream: int | None = None) -> None:
         """The same with arguments that are packed already, and on that stream of the GPU where one is given."""

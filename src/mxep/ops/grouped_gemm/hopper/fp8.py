@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from mxep.ops.grouped_gemm.exact import Bytes, ExactPath, Lora
-from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad
-from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens, rebase_weight
-from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, RebasedTokens, RebasedWeight
+from mxep.ops.grouped_gemm.exact import Bytes, ExactPath
+from mxep.ops.grouped_gemm.hopper.gemm import fp8_wgrad
+from mxep.ops.grouped_gemm.hopper.rebase import rebase_tokens, rebase_weight
+from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedTokens
+from mxep.ops.grouped_gemm.hopper.rows_gemm import rebase_grouped_mm, rebased_grouped_mm
 from mxep.ops.grouped_gemm.hopper.rows_wgrad import rows_wgrad
-from mxep.ops.grouped_gemm.reference import is_rebased
+from mxep.ops.grouped_gemm.reference import check_rows, is_rebased
 
 
 def _gate_up(tokens: RebasedTokens) -> tuple[RebasedTokens, RebasedTokens]:
@@ -29,33 +30,28 @@ class Fp8Path(ExactPath):
     def __init__(self, max_spread: int) -> None:
         self._max_spread = max_spread
 
-    def prepare_weight(self, weight: Bytes) -> Bytes:
-        """One exponent per output column, float32 scales (G, N); a weight that is prepared stays as it is."""
-        return weight if is_rebased(weight[1]) else rebase_weight(*weight)
-
-    def gemm(
+    def grouped_mm(
         self,
-        rows: Bytes,
-        weight: Bytes,
+        qa: torch.Tensor,
+        sa: torch.Tensor,
+        qb: torch.Tensor,
+        sb: torch.Tensor,
         offs: torch.Tensor,
         out_dtype: torch.dtype,
         row_map: torch.Tensor | None,
         padding_rows: str,
-        lora: Lora | None = None,
+        block_scale: torch.Tensor | None,
+        inner: torch.Tensor | None,
+        lora_b: torch.Tensor | None,
     ) -> torch.Tensor:
-        rebased = rebase_rows(*rows, self._max_spread, row_map, offs[-1:] if padding_rows == "skip" else None)
-        return self.gemm_rebased(rebased, weight, offs, out_dtype, padding_rows, lora)
-
-    def gemm_rebased(
-        self,
-        rows: RebasedRows,
-        weight: Bytes,
-        offs: torch.Tensor,
-        out_dtype: torch.dtype,
-        padding_rows: str,
-        lora: Lora | None = None,
-    ) -> torch.Tensor:
-        return fp8_grouped_mm(rows, RebasedWeight(*self.prepare_weight(weight)), offs, out_dtype, padding_rows, *(lora or ()))
+        if not is_rebased(sb):
+            qb, sb = rebase_weight(qb, sb)  # one exponent per output column, float32 scales (G, N)
+        rest = qb, sb, offs, out_dtype, padding_rows, inner, lora_b
+        if (row_map if is_rebased(sa) else block_scale) is not None:
+            check_rows(qa, sa, row_map, block_scale)  # raises
+        if is_rebased(sa):
+            return rebased_grouped_mm(qa, sa, block_scale, *rest)
+        return rebase_grouped_mm(qa, sa, row_map, self._max_spread, *rest)
 
     def wgrad(
         self,

@@ -14,7 +14,7 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, MAX_SPREAD,
 from mxep.ops.quantize.reference import empty_mx
 from mxep.ops.quantize.triton import quantize
 from mxep.ops.runtime import tiles
-from mxep.ops.runtime.nvrtc import Arguments, Kernel
+from mxep.ops.runtime.nvrtc import Kernel, packed
 from mxep.recipe import SCALING_MODES
 from mxep.shapes import cdiv
 
@@ -25,7 +25,6 @@ HEADERS = (
 FILES = (*HEADERS, "grouped_gemm/hopper/quantize_rows.cu")
 LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multiple of it
 _SHARED_BYTES = 227 * 1024  # of a block, on Hopper
-_KEPT = 1024  # packed arguments, by address
 
 
 def rows_of_block(width: int) -> int:
@@ -73,12 +72,6 @@ def kernel_of(width: int, item_bytes: int, wide: bool, block_scales: bool, mx: b
     return Kernel("quantize_rows", FILES, options, options["THREADS"], shared_bytes(options["ROWS"], width))
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def arguments_of(*arguments: int) -> Arguments:
-    """Addresses and numbers: the allocator hands out the same addresses in every step. `Kernel.launch` would be a Python call more."""
-    return Arguments(*arguments)
-
-
 def quantize_rows(x: torch.Tensor, scaling_mode: str, granularity: str, mx: bool) -> list[torch.Tensor]:
     """Rows as the FP8 GEMMs read them: the bytes of `rebase_rows(*quantize(x))`.
 
@@ -111,7 +104,7 @@ def quantize_rows(x: torch.Tensor, scaling_mode: str, granularity: str, mx: bool
         kernel = kernel_of(width, item_bytes, wide, block_scale is not None, mx, scaling_mode)
         outs = *((part.data_ptr() for part in of_mx) if mx else (0, 0)), data.data_ptr(), row_scale.data_ptr()
         block_scales = (0, 0) if block_scale is None else (block_scale.data_ptr(), block_scale.stride(0))
-        arguments = arguments_of(address, row_bytes, *outs, *block_scales, MAX_SPREAD[granularity], num_rows)
+        arguments = packed(address, row_bytes, *outs, *block_scales, MAX_SPREAD[granularity], num_rows)
         kernel.run(x.device.index, cdiv(num_rows, kernel.options["ROWS"]), arguments)
     made = (*of_mx, data, row_scale)
     return [*made] if block_scale is None else [*made, block_scale]

@@ -78,9 +78,15 @@ def rows_options(width: int, block_scales: bool, mapped: bool, num_valid_rows: b
 
 
 @functools.cache
-def _rows_kernel(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool) -> Kernel:
+def rows_kernel(width: int, block_scales: bool, mapped: bool, num_valid_rows: bool) -> Kernel:
     options = rows_options(width, block_scales, mapped, num_valid_rows)
     return Kernel("rebase_rows", ROWS_FILES, options, threads=32 * options["WARPS"])
+
+
+def rows_blocks(num_rows: int, kernel: Kernel, num_valid_rows: bool) -> int:
+    """A warp a row; blocks that walk over the rows where only some of these are wanted."""
+    blocks = -(-num_rows * 32 // kernel.threads)
+    return min(blocks, tiles.LOOP_PROGRAMS) if num_valid_rows else blocks
 
 
 def rebase_rows(
@@ -112,12 +118,10 @@ def rebase_rows(
     spread = qdata.new_empty(num_rows, dtype=torch.uint8)
 
     if num_rows:
-        kernel = _rows_kernel(width, has_block_scales, row_map is not None, num_valid_rows is not None)
+        kernel = rows_kernel(width, has_block_scales, row_map is not None, num_valid_rows is not None)
         rows = qdata, qdata.stride(0), scale, scale.stride(0), row_map, num_rows, max_spread
         outs = data, row_scale, block_scale, 0 if block_scale is None else block_scale.stride(0), spread
-        blocks = -(-num_rows * 32 // kernel.threads)  # a warp a row
-        blocks = blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS)
-        kernel.launch(device.index, blocks, *rows, *outs, num_valid_rows)
+        kernel.launch(device.index, rows_blocks(num_rows, kernel, num_valid_rows is not None), *rows, *outs, num_valid_rows)
     return RebasedRows(data, row_scale, block_scale, spread)
 
 

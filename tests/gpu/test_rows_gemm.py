@@ -9,10 +9,10 @@ import torch
 from tests.activation_cases import far_apart
 
 from mxep.device import available_gemm_paths
-from mxep.ops.grouped_gemm.hopper import gemm, quantize_gemm, rows_wgrad
+from mxep.ops.grouped_gemm.hopper import gemm, rows_gemm, rows_wgrad
 from mxep.ops.grouped_gemm.hopper.quantize_rows import quantize_rows
 from mxep.ops.grouped_gemm.hopper.quantize_weight import quantize_weight
-from mxep.ops.grouped_gemm.hopper.rebase import rebase_tokens
+from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, RebasedRows, RebasedWeight
 from mxep.ops.quantize.triton import quantize
 from mxep.ops.runtime import tiles
@@ -35,6 +35,11 @@ def groups(rows: int, count: int) -> torch.Tensor:
     return torch.tensor([ends[0], *ends[:-1]] if count > 1 else [rows], dtype=torch.int32, device="cuda")
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN is like NaN."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
 def check_gemm(
     x: torch.Tensor, N: int, G: int = 1, out_dtype: torch.dtype = BF16, granularity: str = "auto", mx: bool = True, factors: bool = False
 ) -> None:
@@ -42,11 +47,11 @@ def check_gemm(
     offs, made = groups(x.shape[0], G), quantize_rows(x, "rceil", granularity, mx)
     lora = tuple(torch.randn(*shape, 16, device="cuda", dtype=BF16) for shape in ((x.shape[0],), (G, N))) if factors else ()
     want = gemm.fp8_grouped_mm(RebasedRows(*made[2 * mx :]), weight, offs, out_dtype, "zero", *lora)
-    got = quantize_gemm.quantize_grouped_mm(x, *weight, offs, out_dtype, "rceil", granularity, mx, "zero", *lora)
+    got = rows_gemm.quantize_grouped_mm(x, *weight, offs, out_dtype, "rceil", granularity, mx, "zero", *lora)
     assert len(got) == 1 + 2 * mx
     for one, other in zip(got, (want, *made[: 2 * mx]), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        assert same_bits(one, other)
 
 
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
@@ -56,6 +61,36 @@ def test_a_gemm_of_every_size_and_granularity(dtype: torch.dtype, out_dtype: tor
         x = far_apart(dtype, rows, width)[1][:, width:].cuda().contiguous()
         for mx in (True, False):
             check_gemm(x, N, 1, out_dtype, granularity, mx)
+
+
+def check_mx_gemm(rows: int, K: int, N: int, G: int, padding_rows: str = "zero", mapped: bool = False, factors: bool = False) -> None:
+    """MX rows, in order or through a map, and their rebased form."""
+    weight = RebasedWeight(*quantize_weight(torch.randn(G, N, K, device="cuda", dtype=BF16), None, "rceil", True, False))
+    mx, row_map = quantize(far_apart(BF16, rows, K)[1][:, K:].cuda(), "rceil"), None
+    if mapped:
+        row_map = torch.randint(-1, rows, (rows + 40,), device="cuda", dtype=torch.int32)
+    count = rows if row_map is None else len(row_map)
+    offs, lora = groups(count, G), ()
+    if factors:
+        lora = tuple(torch.randn(*shape, 16, device="cuda", dtype=BF16) for shape in ((count,), (G, N)))
+    valid = count if padding_rows == "zero" else int(offs[-1])
+    for granularity, out_dtype in itertools.product(MAX_SPREAD, (BF16,) if factors else (BF16, FLOAT32)):
+        rebased = rebase_rows(*mx, MAX_SPREAD[granularity], row_map)
+        want = gemm.fp8_grouped_mm(rebased, weight, offs, out_dtype, "zero", *lora)
+        how = *weight, offs, out_dtype, padding_rows, *lora
+        got = rows_gemm.rebase_grouped_mm(*mx, row_map, MAX_SPREAD[granularity], *how)
+        assert same_bits(got[:valid], want[:valid])
+        assert same_bits(rows_gemm.rebased_grouped_mm(*rebased[:3], *how)[:valid], want[:valid])
+        far = tuple(part.t().contiguous().t() for part in mx)  # these have no plan
+        assert same_bits(rows_gemm.rebase_grouped_mm(*far, row_map, MAX_SPREAD[granularity], *how)[:valid], want[:valid])
+
+
+@pytest.mark.parametrize("padding_rows", ["zero", "skip"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_gemm_of_mx_rows(mapped: bool, padding_rows: str) -> None:
+    for rows, K, N, G in ((1, 32, 32, 1), (129, 576, 96, 1), (257, 2048, 160, 4), (31, WIDEST + 32, 64, 2)):
+        check_mx_gemm(rows, K, N, G, padding_rows, mapped)
+    check_mx_gemm(300, 256, 128, 4, padding_rows, mapped, factors=True)
 
 
 def test_a_gemm_of_groups_and_of_an_adapter() -> None:
@@ -81,9 +116,9 @@ def test_a_gemm_refuses_what_does_not_fit() -> None:
     bad = (x[:, :32], offs), (x, torch.cat((offs, offs))), (x[None], offs), (x, offs.cpu())
     for arguments in ((rows, *weight, ends) for rows, ends in bad):
         with pytest.raises(ValueError, match="want"):
-            quantize_gemm.quantize_grouped_mm(*arguments, BF16, "rceil", "auto", False)
+            rows_gemm.quantize_grouped_mm(*arguments, BF16, "rceil", "auto", False)
     with pytest.raises(ValueError, match="want"):
-        quantize_gemm.quantize_grouped_mm(x, *weight, offs, BF16, "rceil", "auto", False, "keep")
+        rows_gemm.quantize_grouped_mm(x, *weight, offs, BF16, "rceil", "auto", False, "keep")
 
 
 def check_wgrad(M: int, N: int, K: int, G: int, dtype: torch.dtype = BF16, maps: bool = False, **how: bool) -> None:
