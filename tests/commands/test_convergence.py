@@ -183,9 +183,9 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
-    words = train_options(["--model", "dsv3_debug", "--eval-tokens", "64"], tmp_path)
+    words = train_options(["--model", "dsv3_debug", "--eval-tokens", "2048"], tmp_path)
     assert "dsv3_small" not in words
-    assert words.index("98304") < words.index("64")
+    assert words.index("98304") < words.index("2048")
     assert words[-2:] == ["--eval-every", "12"]
     assert train_options(["--steps", "9"], tmp_path)[-2:] == ["--eval-every", "1"]
     assert train_options([], tmp_path)[:4] == ["--model", "dsv3_small", "--data", str(tmp_path / "corpus.jsonl")]

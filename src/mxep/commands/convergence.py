@@ -208,12 +208,13 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
         if not getattr(config, name):
             raise ValueError(f"--{name}=False: {why}; leave it out")
     check_paths(config.data)
-    steps = resolve(config, "cuda" if config.device == "auto" else config.device, 1).steps
+    settings = resolve(config, "cuda" if config.device == "auto" else config.device, 1)
+    steps = settings.steps
     every = config.eval_every or max(steps // _EVALUATIONS, 1)
     if every > max(steps // 10, 1):
         raise ValueError(f"--eval-every={every} of {steps} steps, want an evaluation in the last tenth: {max(steps // 10, 1)} or less")
     data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
-    kept = ["--eval-tokens", "98304", "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
+    kept = ["--eval-tokens", str(max(98304, settings.seq_len)), "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
     return [*model, *data, *kept, *given, "--eval-every", str(every)]
 
 

@@ -154,7 +154,7 @@ class TrainConfig:
     eval_every: Annotated[int | None, _also("validation.freq")] = None
     """Steps between evaluations; default: a third of the run. The last step is always evaluated."""
     eval_tokens: int = 32768
-    """Maximum number of tokens per evaluation."""
+    """Maximum number of tokens per evaluation, which has at least one sequence."""
     # training
     steps: Annotated[int | None, _also("training.steps")] = None
     """Optimizer steps of the whole run."""
