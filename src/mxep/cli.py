@@ -33,7 +33,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status, 2 for an unknown command or a ValueError."""
+    """Run one command; returns its exit status, 2 for an unknown command or a ValueError, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # wrong options or files: its message says what to do
         print(f"mxep {name}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"mxep {name}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":  # `python -m mxep.cli` of scripts written for 0.1

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import doctest
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from matplotlib.figure import Figure
@@ -16,6 +20,7 @@ from mxep.bench.timing import MIN_RUNS
 from mxep.bench.training import IDLE, PARTS, part_of
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import resolve_model
+from mxep.processes import start_of
 from mxep.train.config import TrainConfig
 from mxep.train.option_parser import read_options
 
@@ -195,7 +200,7 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
     told: dict[str, list[str]] = {}
     precisions: dict[str, tuple[str | None, str]] = {}
 
-    def run(command: list[str], check: bool) -> SimpleNamespace:
+    def run(command: list[str]) -> int:
         config = read_options(command[4:])
         assert config.out is not None
         told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport), str(config.cuda_graph)]
@@ -204,9 +209,9 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
         assert (config.evaluate, config.checkpoint, config.profile_host) == (False, False, False)
         config.out.mkdir()
         (config.out / "metrics.jsonl").write_text(json.dumps({"kind": "run", "settings": config.to_json(), "transport": transport}) + "\n")
-        return SimpleNamespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr(training.subprocess, "run", run)
+    monkeypatch.setattr(training, "run_child", run)
     given = ["--steps=30", "--transport", "symmetric"]
     for extra in (["--linear-recipe", "mxfp8", "--output-recipe=mxfp8"], ["--fused-layer", "--cuda-graph"]):
         folder = tmp_path / f"{extra[0][2:]}"
@@ -244,6 +249,30 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "train-cpu-1.json").write_text(json.dumps(records[:3]))
     (tmp_path / "train-cpu-2.json").write_text(json.dumps(records[3:]))
     assert training._other_records(record, tmp_path) == records[:2], "other models, routings and options of this machine stay in its file"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_ends_the_run_and_what_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    """A script in place of `mxep train`: asked to end, it ends the process that it has started."""
+    script, pid_file = tmp_path / "python", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\ntrap 'kill $!; exit 0' TERM\nsleep 100 &\necho $! > {pid_file}\nwait\n")
+    script.chmod(0o700)
+    program = f"import sys; import mxep.bench.command as bench; sys.executable = {str(script)!r}; from mxep.cli import main; "
+    program += "sys.exit(main(['bench', 'train', '--quick', '--device', 'cpu']))"
+    command = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not (pid_file.exists() and pid_file.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    started = int(pid_file.read_text())
+    try:
+        command.send_signal(number)
+        assert command.communicate(timeout=100)[1] == "mxep bench: interrupted\n"
+        assert command.returncode == 130
+        assert start_of(started) is None
+    finally:
+        if start_of(started) is not None:
+            os.kill(started, signal.SIGKILL)
 
 
 def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

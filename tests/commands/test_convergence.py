@@ -89,6 +89,12 @@ def test_no_verdict_on_losses_that_still_fall() -> None:
     assert summarize({name: [falling(end) for end in (1.0, 1.05, 1.1)] for name in RECIPES}, 100)["no_verdict"] == []
 
 
+def test_a_run_without_a_step_in_the_last_tenth_is_told() -> None:
+    skipped = [record for record in metrics(2.0) if record["kind"] != "step" or record["step"] <= 18]
+    with pytest.raises(ValueError, match=r"no 'step' record in the last tenth of 20 steps, want one or more: the log\.txt of a run says"):
+        summarize({"mxfp8": [metrics(2.0), skipped], "bf16": [metrics(2.0), metrics(2.0)]}, 20)
+
+
 def test_the_recorded_comparison_has_a_verdict() -> None:
     records = read_records("convergence", Path(__file__).parent.parent.parent / RESULTS)
     assert all(convergence.missing_for_verdict(record["arms"]["bf16"], record["steps"]) == [] for record in records)
@@ -166,6 +172,9 @@ def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) ->
         (["--arm", "mine=--lr 1", "--arm", "mine=--lr 2"], "mine is the name of another arm"),
         (["--arm", "mine=--training.steps 9"], "--arm mine: --training.steps must be the same in all runs"),
         (["--arm", "mine=--optimiser adamw8bit"], "the nearest is --optimizer"),
+        (["--arm", "mine=--config mine.toml"], "--arm mine: --config must be the same in all runs"),
+        (["--arm", "mine=--keep-first-product mxfp8"], "--keep-first-product=mxfp8 without --fused-layer"),
+        (["--arm", "mine=--recipe mxfp9"], "'mxfp9' is unknown"),
         (["--seconds", "0"], "--seconds=0.0, want more than 0"),
         (["--resume"], "nothing to continue"),
     ],
@@ -176,6 +185,14 @@ def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pyt
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_file_has_no_options_of_this_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Some of them would end every run early, or train each twice."""
+    (tmp_path / "ours.toml").write_text("steps = 30\nstop_after = 5\n")
+    assert main(["convergence", "--out", str(tmp_path / "runs"), "--", "--config", str(tmp_path / "ours.toml")]) == 2
+    assert "ours.toml: stop_after: set by mxep convergence for each run; leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "file").touch()
     assert main(["convergence", "--out", str(tmp_path / "file" / "runs"), "--", "--data", __file__]) == 2
@@ -183,9 +200,9 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
-    words = train_options(["--model", "dsv3_debug", "--eval-tokens", "64"], tmp_path)
+    words = train_options(["--model", "dsv3_debug", "--eval-tokens", "2048"], tmp_path)
     assert "dsv3_small" not in words
-    assert words.index("98304") < words.index("64")
+    assert words.index("98304") < words.index("2048")
     assert words[-2:] == ["--eval-every", "12"]
     assert train_options(["--steps", "9"], tmp_path)[-2:] == ["--eval-every", "1"]
     assert train_options([], tmp_path)[:4] == ["--model", "dsv3_small", "--data", str(tmp_path / "corpus.jsonl")]

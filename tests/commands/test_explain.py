@@ -58,13 +58,16 @@ def test_explain_counts_a_step(fused: bool, capsys: pytest.CaptureFixture[str]) 
     [
         (["--model", "gpt5"], "unknown"),
         (["--layers", "1"], "1 layers of dsv3_16b, want 2"),
-        (["--ep", "7"], "want a multiple"),
+        (["--ep", "7"], "--ep=7 does not divide the 64 experts of dsv3_16b"),
+        (["--keep-first-product", "mxfp8"], "without --fused-layer, whose layers alone keep it so; add it"),
+        (["--optimizer-in-backward", "--pp", "2"], "--optimizer-in-backward with --pp=2"),
         (["--recipe", "fp4"], "is unknown"),
         (["--tokens", "0"], "more than 0"),
         (["--seq-len", "0"], "--seq-len=0, want more than 0"),
+        (["--seq-len", "1000000000"], "--seq-len=1000000000, want at most dsv3_16b's max_seq_len=16384"),
         (["--ranks", "0"], "--ranks=0, want more than 0"),
         (["--ranks", "-8"], "--ranks=-8, want more than 0"),
-        (["--gpu-gb", "0"], "--gpu-gb=0.0, want more than 0"),
+        *((["--gpu-gb", size], f"--gpu-gb={float(size)}, want more than 0 and less than infinity") for size in ("0", "-3", "nan", "inf")),
     ],
 )
 def test_explain_refuses(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

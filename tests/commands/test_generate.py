@@ -27,7 +27,7 @@ def train(out: Path, **options: object) -> Path:
     small = {"model": "dsv3_debug_cpu", "layers": 2, "device": "cpu", "batch": 8, "steps": 60, "recipe": "bf16", "lr": 3e-3, "warmup": 5}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        run = Trainer(TrainConfig(**{**small, "eval_tokens": 64, **options}), Ranks(0, 1, torch.device("cpu")), out)  # type: ignore[arg-type]
+        run = Trainer(TrainConfig(**{**small, "eval_tokens": 128, **options}), Ranks(0, 1, torch.device("cpu")), out)  # type: ignore[arg-type]
         for _ in range(run.settings.steps):
             loss = run.finish(run.step()).loss
         assert loss < 0.5

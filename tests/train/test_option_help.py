@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 
 from mxep.cli import main
+from mxep.models.presets import MODELS
 from mxep.train.config import TrainConfig
 from mxep.train.option_help import help_text, sections
 
@@ -32,3 +33,4 @@ def test_help_fits_the_terminal_and_names_short_options_first(width: int, monkey
     assert "--device {auto,cpu,cuda} Where to train; auto uses GPUs if there are any. (default: auto)" in text
     assert "--evaluate, --no-evaluate Evaluate on held-out text; off, not even at the end (for speed measurements). (default: on)" in text
     assert "--resume [{auto}]" in text
+    assert f"Presets: {', '.join(MODELS)}. Model types:" in text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.pages import ROOT
@@ -16,7 +18,7 @@ from mxep.train.describe import describe_mapped, describe_router, describe_sched
 from mxep.train.optimizer import Schedule
 from mxep.train.option_parser import TORCHTITAN_ONLY, option_names, read_options, read_toml
 from mxep.train.rank_launcher import command, plan_ranks
-from mxep.train.resolved_config import chosen_model, resolve, routed_as_asked
+from mxep.train.resolved_config import chosen_model, never_used, resolve, routed_as_asked
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
@@ -312,7 +314,8 @@ def test_kernel_choices_are_printed_as_what_they_map_to() -> None:
         ({"pp_schedule": "Interleaved1F1B"}, {"pp": 2}),
         ({"microbatch": 2}, {"pp": 2}),
         ({"profile_steps": 5}, {"profile_step": 3}),
-        ({"profile_step": 9, "steps": 8}, {"steps": 9}),
+        ({"numerics_every": 9, "recipe": "bf16"}, {"recipe": "mxfp8"}),
+        ({"numerics_every": 9, "converters": "quantize.linear.mx"}, {"converters": "quantize.grouped_mm.mx"}),
         ({"compile_components": "model"}, {"compile": True}),
         ({"cache_weights": True, "recipe": "bf16"}, {"recipe": "mxfp8"}),
         ({"cache_weights": True, "recipe": "bf16"}, {"linear_recipe": "mxfp8"}),
@@ -327,6 +330,30 @@ def test_an_option_without_effect_is_named(given: dict[str, object], with_effect
     assert line.startswith(name)
     assert "changes nothing" in line
     assert not any(name in line for line in describe_mapped(TrainConfig(**given | with_effect)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "message"),
+    [
+        ({"profile_step": 9, "steps": 8}, {"steps": 9}, "--profile-step=9, want at most 8, the last step of this start"),
+        ({"profile_step": 121}, {"profile_step": 120}, "--profile-step=121, want at most 120"),
+        ({"profile_step": 9, "stop_after": 8}, {"stop_after": 9}, "--profile-step=9, want at most 8"),
+        ({"numerics_every": 9, "steps": 8}, {"steps": 9}, "--numerics-every=9, want at most the 8 steps of the run"),
+        ({"eval_tokens": 127}, {"eval_tokens": 128}, r"--eval-tokens=127, want at least the 128 tokens of a sequence \(--seq-len\)"),
+        ({"eval_tokens": 127}, {"evaluate": False}, "--eval-tokens=127"),
+        ({"balance_loss_type": "global_aux_loss"}, {"balance_loss": 0.1}, "--balance-loss-type=global_aux_loss without a balance loss"),
+        ({"balance_loss_type": "global_aux_loss"}, {"balance_loss_type": "aux_loss"}, "want a --balance-loss above 0"),
+    ],
+)
+def test_what_a_run_never_does_is_refused(given: dict[str, Any], used: dict[str, Any], message: str) -> None:
+    """Saved by a resumed run it is printed instead; only the trace is asked for at each start."""
+    with pytest.raises(ValueError, match=message):
+        resolve(TrainConfig(**given), "cpu", 1)
+    resolve(TrainConfig(**given | used), "cpu", 1)
+    if "profile_step" not in given:
+        s = resolve(config := TrainConfig(**given, resume=True), "cpu", 1)
+        (line,) = never_used(config, s.choice.shape, s.steps, s.seq_len)
+        assert re.search(message, line)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -358,12 +385,9 @@ def test_a_decay_that_meets_the_warmup_is_told() -> None:
 
 
 def test_the_router_is_told_of() -> None:
-    """Its precision, and what balances the load; an option that has nothing to change."""
-    shape, config = MODELS["qwen3_debug"], TrainConfig()
-    assert describe_router(shape, config, "cuda") == ["router product in float32; balance loss 0.0015 (aux_loss)"]
-    config = TrainConfig(router_dtype="bf16", balance_loss=0.0, balance_loss_type="global_aux_loss", z_loss=1e-3, bias_update_rate=0.01)
-    assert describe_router(routed_as_asked(shape, config), config, "cuda") == [
-        "router product in bf16; no balance loss, z-loss 0.001, expert bias by 0.01 a step",
-        "--balance-loss-type=global_aux_loss changes nothing without a balance loss (--balance-loss)",
-    ]
-    assert describe_router(routed_as_asked(shape, config), config, "cpu")[0].startswith("router product in float32;")
+    """Its precision, and what balances the load."""
+    shape = MODELS["qwen3_debug"]
+    assert describe_router(shape, "cuda") == "router product in float32; balance loss 0.0015 (aux_loss)"
+    shape = routed_as_asked(shape, TrainConfig(router_dtype="bf16", balance_loss=0.0, z_loss=1e-3, bias_update_rate=0.01))
+    assert describe_router(shape, "cuda") == "router product in bf16; no balance loss, z-loss 0.001, expert bias by 0.01 a step"
+    assert describe_router(shape, "cpu").startswith("router product in float32;")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 
 from mxep.comm import close_transports, set_transport
 from mxep.device import default_backend
+from mxep.train.rank_control import stop_signals
 
 CPU_RANKS = 2
+_KILL_AFTER_S = 60.0  # from the request to end; torchrun kills its ranks after 30
 
 
 def is_rank() -> bool:
@@ -39,7 +42,28 @@ def start_ranks(arguments: Sequence[str], device_type: str, ranks: int | None = 
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    return subprocess.run([*torchrun, "-m", "mxep", *without_nproc(arguments)], env=environment, check=False).returncode
+    return run_child([*torchrun, "-m", "mxep", *without_nproc(arguments)], environment)
+
+
+def run_child(words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Runs a command that starts processes itself; returns its exit status.
+
+    Raises:
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came. The command was asked to end, with what it had started, and has ended.
+    """
+    with stop_signals(signal.default_int_handler):
+        # In a group of its own, so that Ctrl-C reaches it once, through this process.
+        child = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_KILL_AFTER_S)
+            raise
+        finally:
+            child.kill()
+            child.wait()
 
 
 @contextmanager

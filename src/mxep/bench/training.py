@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -34,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from mxep.bench.ranks import run_child
 from mxep.bench.records import device_name, device_title, origin, read_records, write_records
 from mxep.bench.tables import table_of
 from mxep.bench.timing import MIN_RUNS, Timing, hold
@@ -111,9 +111,9 @@ def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]
         own += [word for name in _PRECISIONS if name in given_fields for word in (f"--{name.replace('_', '-')}", BASELINE)]
     own += ["--profile-step", str(last - PROFILED + 1), "--profile-steps", str(PROFILED)]
     rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
-    done = subprocess.run([sys.executable, "-m", "mxep", "train", *given, *own, *rare], check=False)
-    if done.returncode:
-        raise RunFailedError(f"train: `mxep train` in {recipe} ended with status {done.returncode}")
+    status = run_child([sys.executable, "-m", "mxep", "train", *given, *own, *rare])
+    if status:
+        raise RunFailedError(f"train: `mxep train` in {recipe} ended with status {status}")
     return read_metrics(out / METRICS_FILE)
 
 

@@ -31,10 +31,10 @@ from typing import Any
 from mxep.bench.records import Record, device_name, origin, read_records, write_records
 from mxep.models.presets import DecoderConfig
 from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
-from mxep.train.config import split_names
+from mxep.train.config import TrainConfig, split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
-from mxep.train.option_parser import field_of, read_options
+from mxep.train.option_parser import field_of, read_options, read_toml
 from mxep.train.rank_control import stop_signals
 from mxep.train.resolved_config import ResolvedConfig, resolve
 from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
@@ -146,9 +146,9 @@ def _plan(options: argparse.Namespace) -> ComparisonPlan:
         if known[-1] in known[:-1]:
             raise ValueError(f"--recipes={','.join(ours)}, --baseline={recipes[-1]}: {name} is named twice, want different recipes")
     plan = ComparisonPlan(recipes, options.seeds or 3, tuple(options.train), arms)
-    train_options(plan.given, options.out)
+    words = train_options(plan.given, options.out)
     for name in arms:
-        _check_arm(plan, name)
+        _check_arm(plan, words, name)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(plan), indent=1) + "\n")
@@ -174,13 +174,16 @@ def _arms(given: Sequence[str]) -> dict[str, str]:
     return arms
 
 
-def _check_arm(plan: ComparisonPlan, name: str) -> None:
-    """Raise ValueError for options of an arm that this command sets, or that change what is compared: its data, steps or evaluations."""
+def _check_arm(plan: ComparisonPlan, words: Sequence[str], name: str) -> None:
+    """Raise ValueError for options of an arm that `mxep train` refuses beside those of all runs, that this command sets, or that change
+    what is compared: its data, steps or evaluations."""
     own = plan.options_of(name)
     for word in own:
-        if field_of(word) in (*(set(_OURS) - {"recipe"}), *_SHARED):
+        if field_of(word) in (*(set(_OURS) - {"recipe"}), *_SHARED, "config"):
             raise ValueError(f"--arm {name}: {word.partition('=')[0]} must be the same in all runs; give it after --, or leave it out")
-    read_options([*plan.given, *own])
+    config = read_options([*words, *own])
+    resolve_recipe(config.recipe)
+    _resolved(config)
 
 
 def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
@@ -202,19 +205,27 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
         if field_of(word) in _OURS:
             raise ValueError(f"{word.partition('=')[0]} is set by mxep convergence for each run; leave it out")
     chosen = read_options(given)
+    if chosen.config is not None and (ours := [name for name in read_toml(chosen.config) if name in _OURS]):
+        raise ValueError(f"--config {chosen.config}: {', '.join(ours)}: set by mxep convergence for each run; leave it out")
     model = [] if chosen.model or chosen.model_name else ["--model", "dsv3_small"]
     config = read_options([*model, *given])
     for name, why in _NEEDED.items():
         if not getattr(config, name):
             raise ValueError(f"--{name}=False: {why}; leave it out")
     check_paths(config.data)
-    steps = resolve(config, "cuda" if config.device == "auto" else config.device, 1).steps
+    settings = _resolved(config)
+    steps = settings.steps
     every = config.eval_every or max(steps // _EVALUATIONS, 1)
     if every > max(steps // 10, 1):
         raise ValueError(f"--eval-every={every} of {steps} steps, want an evaluation in the last tenth: {max(steps // 10, 1)} or less")
     data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
-    kept = ["--eval-tokens", "98304", "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
+    kept = ["--eval-tokens", str(max(98304, settings.seq_len)), "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
     return [*model, *data, *kept, *given, "--eval-every", str(every)]
+
+
+def _resolved(config: TrainConfig) -> ResolvedConfig:
+    """The options with all values, for one rank."""
+    return resolve(config, "cuda" if config.device == "auto" else config.device, 1)
 
 
 def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | None) -> int:
@@ -391,10 +402,17 @@ def log_tail(run: SeedRun, lines: int = 15) -> str:
 def tail_mean(records: Metrics, kind: str, steps: int) -> float:
     """Mean loss of the records of that kind ("step" or "held_out") over the last tenth of `steps`, nats per token.
 
+    Raises ValueError if there is none, since skipped steps have no loss.
+
     >>> tail_mean([{"kind": "step", "step": step, "loss": float(step)} for step in range(1, 21)], "step", 20)
     19.5
     """
     losses = [record["loss"] for record in records if record["kind"] == kind and record["step"] > steps * (1 - TAIL)]
+    if not losses:
+        raise ValueError(
+            f"no {kind!r} record in the last tenth of {steps} steps, want one or more: the log.txt of a run says which steps were skipped; "
+            "start again in another --out, with a lower --lr after --"
+        )
     return statistics.fmean(losses)
 
 

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mxep.models.flops import flops_per_token
-from mxep.models.huggingface_shape import find_model
-from mxep.models.presets import ModelConfig, train_defaults
+from mxep.models.presets import ModelConfig
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes, round_up
+from mxep.train.config import TrainConfig
+from mxep.train.resolved_config import resolve
 
 _BF16 = 2
 # What an H200 sustains: FLOP/s of large products in bf16 and in FP8, bytes/s of passes over memory.
@@ -86,16 +87,18 @@ def command(argv: Sequence[str]) -> int:
     """Print the tables; returns 0. Raises ValueError for a configuration that is not possible."""
     config = tyro.cli(ExplainConfig, prog="mxep explain", args=list(argv))
     console = Console()
-    for name in ("ep", "tokens", "seq_len", "ranks", "gpu_gb"):
+    for name in ("tokens", "ranks", "gpu_gb"):
         value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"explain: --{name.replace('_', '-')}={value}, want more than 0")
-    (name, model, notes), recipe = find_model(config.model, config.layers), resolve_recipe(config.recipe)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"explain: --{name.replace('_', '-')}={value}, want more than 0 and less than infinity; change it")
+    shared = {name: value for name, value in vars(config).items() if name in TrainConfig.__dataclass_fields__}
+    settings = resolve(TrainConfig(**shared, max_grad_norm=0), "cuda", config.world)  # refuses what `mxep train` refuses
+    name, model, recipe = settings.model, settings.choice.shape, resolve_recipe(config.recipe)
     stages = _stages_of(config, model, recipe)
     plain = _stages_of(config, model, resolve_recipe(config.against))
     memory, verdicts = _memory(config, model, recipe)
     total, active = model.parameters()
-    for note in notes:
+    for note in settings.choice.notes:
         console.print(note)
     console.print(f"{name}: {total / 1e9:.2f} billion parameters, {active / 1e9:.2f} used per token, {model.num_moe_layers} MoE layers")
     D, E = model.dim, model.num_experts
@@ -120,7 +123,7 @@ def command(argv: Sequence[str]) -> int:
         console.print(_linears_table(config, model, recipe))
     console.print(_recipes_table(config, model))
     console.print(_ep_table(config, model, recipe))
-    console.print(_flops_table(config, name, model))
+    console.print(_flops_table(config, settings.seq_len, model))
     console.print(f"MFU and HFU divide by a GPU's dense peak in bf16, in MXFP8 as well: {_peaks()}", highlight=False)
     console.print(memory)
     for verdict in verdicts:
@@ -297,11 +300,10 @@ def _ep_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Tabl
     return table
 
 
-def _flops_table(config: ExplainConfig, name: str, model: ModelConfig) -> Table:
+def _flops_table(config: ExplainConfig, seq_len: int, model: ModelConfig) -> Table:
     """FLOPs of a step of `config.tokens` tokens in the counts of MFU and HFU, by recomputation mode."""
     from mxep.parallel import Recompute
 
-    seq_len = config.seq_len or min(train_defaults(name, model)[1].seq_len, model.max_seq_len)
     title = f"TFLOP of a step, forward and backward of {config.tokens:,} tokens in sequences of {seq_len:,}, by --activation-checkpoint"
     modes: tuple[Recompute, ...] = get_args(Recompute)
     counts = [flops_per_token(model, seq_len, mode, config.fused_layer) for mode in modes]

@@ -71,7 +71,8 @@ class MXLinear(nn.Linear):
         if shape[0] % MX_BLOCK or shape[1] % MX_BLOCK:
             part = "" if shape == whole else f", of which a rank has {shape}"
             raise ValueError(
-                f"{self.fqn}: a weight {whole}{part}, want multiples of {MX_BLOCK} both ways (one MX block); leave it out of the conversion"
+                f"{self.fqn}: a weight {whole}{part}, want multiples of {MX_BLOCK} both ways (one MX block); leave it out with skip= "
+                "(mxep train --linear-skip)"
             )
 
     def keep_quantized(self, cache: WeightCache | None) -> None:

@@ -96,9 +96,8 @@ class TrainConfig:
     """Seed of the initialization and of the data order."""
     # model
     model: str | None = None
-    """Preset, folder with a Hugging Face config.json, or such a file; the last two start from random weights. Presets: dsv3_debug_cpu,
-    dsv3_debug, dsv3_small, dsv3_16b, dsv3_671b, qwen3_debug_cpu, qwen3_debug, qwen3_30b_a3b. Model types: deepseek_v2, deepseek_v3,
-    qwen3_moe."""
+    """Preset, folder with a Hugging Face config.json, or such a file; the last two start from random weights. Presets: {presets}. Model
+    types: deepseek_v2, deepseek_v3, qwen3_moe."""
     model_name: Annotated[str | None, _also("model.name")] = None
     """deepseek_v3 or qwen3: with --model-flavor another way to name a preset."""
     model_flavor: Annotated[str | None, _also("model.flavor")] = None
@@ -155,7 +154,7 @@ class TrainConfig:
     eval_every: Annotated[int | None, _also("validation.freq")] = None
     """Steps between evaluations; default: a third of the run. The last step is always evaluated."""
     eval_tokens: int = 32768
-    """Maximum number of tokens per evaluation."""
+    """Maximum number of tokens per evaluation, which has at least one sequence."""
     # training
     steps: Annotated[int | None, _also("training.steps")] = None
     """Optimizer steps of the whole run."""

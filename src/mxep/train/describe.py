@@ -11,7 +11,7 @@ import torch
 from mxep.device import total_memory
 from mxep.models.presets import ModelConfig, preset_of
 from mxep.recipe import resolve_recipe
-from mxep.train.config import TrainConfig, split_names
+from mxep.train.config import EXPERTS, TrainConfig, split_names
 from mxep.train.data.corpus import NO_TARGET, Corpus
 from mxep.train.linear_choice import linear_recipe
 from mxep.train.optimizer import Schedule
@@ -35,16 +35,13 @@ def describe_recompute(config: TrainConfig, choice: RecomputeChoice | None, devi
     return [f"activation checkpointing auto{of_stage}: {chosen}"]
 
 
-def describe_router(shape: ModelConfig, config: TrainConfig, device_type: str) -> list[str]:
-    """A line about the router GEMM's precision and the load balancing; another one for an option without effect."""
+def describe_router(shape: ModelConfig, device_type: str) -> str:
+    """A line about the router GEMM's precision and the load balancing."""
     product = "float32" if shape.router_dtype == "fp32" or device_type == "cpu" else "bf16"
     balance = f"balance loss {shape.balance_loss:g} ({shape.balance_loss_type})" if shape.balance_loss else "no balance loss"
     balance += f", z-loss {shape.z_loss:g}" if shape.z_loss else ""
     balance += f", expert bias by {shape.bias_update_rate:g} a step" if shape.bias_update_rate else ""
-    lines = [f"router product in {product}; {balance}"]
-    if config.balance_loss_type is not None and not shape.balance_loss:
-        lines.append(f"--balance-loss-type={config.balance_loss_type} changes nothing without a balance loss (--balance-loss)")
-    return lines
+    return f"router product in {product}; {balance}"
 
 
 def describe_model(settings: ResolvedConfig) -> list[str]:
@@ -131,10 +128,10 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "microbatch", "without pipeline stages (--pp above 1)"
     if config.profile_step is None:
         yield "profile_steps", "without --profile-step"
-    elif config.steps is not None and config.profile_step > config.steps:
-        yield "profile_step", f"after the last step (--steps {config.steps})"
     if not config.compile:
         yield "compile_components", "without --compile"
+    if not config.converts(EXPERTS) or resolve_recipe(config.recipe).gemm != "mxfp8":
+        yield "numerics_every", "where no experts multiply in MXFP8 (--recipe, --converters)"
     in_mx = any(resolve_recipe(name).gemm == "mxfp8" for name in (config.recipe, config.output_recipe))
     if not in_mx and linear_recipe(config) is None:
         yield "cache_weights", f"where nothing multiplies in MXFP8 (--recipe {config.recipe})"

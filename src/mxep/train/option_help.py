@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from mxep.models.presets import MODELS
 from mxep.train.config import TrainConfig
 
 # First option of each section -> the title. A section ends where the next one begins, in the order of `TrainConfig`.
@@ -94,5 +95,5 @@ def _field_docs() -> dict[str, str]:
     for field, text in zip(owner.body, owner.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             assert isinstance(field.target, ast.Name)
-            docs[field.target.id] = " ".join(str(text.value.value).split())
+            docs[field.target.id] = " ".join(str(text.value.value).split()).replace("{presets}", ", ".join(MODELS))
     return docs

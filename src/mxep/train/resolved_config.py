@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,7 +174,7 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     Raises:
         ValueError: what `choose_model` raises, --no-assistant-only-loss without --chat, YaRN for a model without it, sequences longer than
             the model's, degrees that do not fit ranks, sequences, batch, layers or experts, options for dense linear layers that are not
-            converted, what a CUDA graph cannot hold.
+            converted, what a CUDA graph cannot hold, a trace after the last step; of a new run `never_used`.
     """
     # Not in `TrainConfig`: one of the two may come from the TOML file or the resumed run, which are read later.
     given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name) not in (None, "", AUTO)]
@@ -201,9 +202,17 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     model, shape = choice.name, choice.shape
     defaults_of, defaults = train_defaults(model, shape)
     steps = config.steps or defaults.steps
+    last = min(steps, config.stop_after or steps)
+    if config.profile_step is not None and config.profile_step > last:
+        raise ValueError(
+            f"--profile-step={config.profile_step}, want at most {last}, the last step of this start; lower it, or leave it out"
+        )
     seq_len = config.seq_len or min(defaults.seq_len, shape.max_seq_len)
     if seq_len > shape.max_seq_len:
         raise ValueError(f"--seq-len={seq_len}, want at most {model}'s max_seq_len={shape.max_seq_len}")
+    if not config.resume:
+        for problem in never_used(config, shape, steps, seq_len):
+            raise ValueError(problem)
     yarn = choice.applies_yarn(config.yarn, seq_len)
     batch = config.batch or defaults.batch
     rest = config.dp_replicate * config.tp * config.pp
@@ -244,6 +253,17 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         checkpoint_every=config.checkpoint_every or min(-(-steps // 10), MAX_CHECKPOINT_EVERY),
         degrees=dims,
     )
+
+
+def never_used(config: TrainConfig, shape: ModelConfig, steps: int, seq_len: int) -> Iterator[str]:
+    """Options that ask for what the run never does, as errors. A resumed run may have saved them, and prints the same lines."""
+    if config.numerics_every is not None and config.numerics_every > steps:
+        yield f"--numerics-every={config.numerics_every}, want at most the {steps} steps of the run; lower it, or leave it out"
+    if config.evaluate and TrainConfig.eval_tokens != config.eval_tokens < seq_len:
+        yield f"--eval-tokens={config.eval_tokens}, want at least the {seq_len} tokens of a sequence (--seq-len), all evaluated; raise it"
+    if config.balance_loss_type not in (None, shape.balance_loss_type) and not routed_as_asked(shape, config).balance_loss:
+        given = f"--balance-loss-type={config.balance_loss_type} without a balance loss"
+        yield f"{given}, want a --balance-loss above 0; give it, or leave --balance-loss-type out"
 
 
 def _check_recordable(config: TrainConfig, device_type: str) -> None:

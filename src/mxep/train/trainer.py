@@ -65,7 +65,7 @@ from mxep.train.optimizer import (
 )
 from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
-from mxep.train.resolved_config import keep_model, resolve, routed_as_asked
+from mxep.train.resolved_config import keep_model, never_used, resolve, routed_as_asked
 from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
 from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, set_aside_newer
 from mxep.train.run_lock import RunLock
@@ -231,7 +231,7 @@ class Trainer:
             f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {self.tokens_per_step:,} tokens a step",
             *describe_linears(self.model, c),
             *describe_recompute(c, self.recompute, ranks.device),
-            *describe_router(self.shape, c, ranks.device.type),
+            describe_router(self.shape, ranks.device.type),
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",
             f"held out {corpus.num_held_out_documents:,} documents, {len(corpus.held_out):,} tokens",
             *([] if self.chat is None else describe_chat(corpus, s.seq_len)),
@@ -241,6 +241,7 @@ class Trainer:
             *self.origin,
             *describe_schedule(self.schedule),
             *describe_mapped(c),
+            *(never_used(c, s.choice.shape, s.steps, s.seq_len) if c.resume else ()),
             *([str(self.model)] if c.print_model else []),
         ]
 
