@@ -127,6 +127,7 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert list(record["arms"]) == list(RECIPES)
     assert [record["arms"][name]["gemm_path"] for name in RECIPES] == ["reference", None]
     assert record["tokens"] == 10 * record["shape"]["T"] == 160
+    assert "-- --data text --model dsv3_debug_cpu" in record["command"]  # no path of a machine
     for name in RECIPES:
         (curves,) = record["arms"][name]["curves"]
         assert curves["step"] == list(range(1, 11))  # whatever step the first piece ended at

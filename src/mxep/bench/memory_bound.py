@@ -187,6 +187,7 @@ def _rebased_movers(x: torch.Tensor) -> Movers:
     """Plain rows as the FP8 GEMMs read them, with the rows in MX and alone: the first kernel of `quantize_grouped_mm`."""
     from mxep.ops.grouped_gemm.hopper.quantize_rows import quantize_rows  # loads Triton
 
+    kernel = quantize_rows if x.is_cuda else rebase_reference.quantize_rows
     (T, D), n = x.shape, checked_rows(x.shape[0])
 
     def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
@@ -195,7 +196,7 @@ def _rebased_movers(x: torch.Tensor) -> Movers:
     def rows_mover(mx: bool) -> Mover:
         given = _MODE, "auto", mx
         moved = T * (D * (_BF16 + 1 + _MX * mx) + _FLOAT32)
-        return mover(quantize_rows, rebase_reference.quantize_rows, (x, *given), (x[:n], *given), moved, 0.85, same)
+        return mover(kernel, rebase_reference.quantize_rows, (x, *given), (x[:n], *given), moved, 0.85, same)
 
     return {"quantize_rows": rows_mover(True), "quantize_rows_rebased": rows_mover(False)}
 

@@ -281,7 +281,7 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
         **setting_of(start, resolved, resolved.shape),
         "seeds": plan.seeds,
         **summarize(by_recipe, resolved.steps),
-        **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *(["--", *plan.given] if plan.given else [])])),
+        **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *(["--", *map(_without_folder, plan.given)] if plan.given else [])])),
     }
     say(convergence_table([record]))
     if record["no_verdict"]:
@@ -290,6 +290,11 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
         kept = _other_records(record, options.record)
         say(f"record {write_records('convergence', record['device'], record['world_size'], [*kept, record], options.record)}")
     say(f"plot {convergence([record], options.out)}")
+
+
+def _without_folder(word: str) -> str:
+    """The last part of an absolute path, so that records name no path of a machine; other words as they are."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 def _other_records(record: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -505,11 +510,12 @@ def setting_of(start: Mapping[str, Any], resolved: ResolvedConfig, shape: Decode
     """What was trained, for the record: shape, model, data, schedule. `start`: a run's first record."""
     options = start["settings"]
     tokens = resolved.batch * resolved.seq_len * options["accumulate"]
+    tokenizer = start["data"]["tokenizer"]
     return {
         "world_size": start["world"],
         "shape": {"T": tokens, "D": shape.dim, "H": shape.expert_hidden, "E": shape.num_experts, "C": shape.top_k},
         "model": start["model"],
-        "data": start["data"],
+        "data": {**start["data"], "tokenizer": {**tokenizer, "name": _without_folder(tokenizer["name"])}},
         "steps": resolved.steps,
         "tokens": resolved.steps * tokens,
         "seq_len": resolved.seq_len,
