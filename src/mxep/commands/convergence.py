@@ -275,13 +275,14 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     asked = ["--out", "FOLDER", *(["--recipes", ",".join(named)] if named else [])]
     asked += [word for name, own in plan.arms.items() for word in ("--arm", shlex.quote(f"{name}={own}"))]
     asked += ["--baseline", plan.recipes[-1], "--seeds", str(plan.seeds)]
+    given = ["--", *map(_without_folder, plan.given)] if plan.given else []
     record: dict[str, Any] = {
         "benchmark": "convergence",
         "device": device_name(torch.device(start["device"])),
         **setting_of(start, resolved, resolved.shape),
         "seeds": plan.seeds,
         **summarize(by_recipe, resolved.steps),
-        **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *(["--", *map(_without_folder, plan.given)] if plan.given else [])])),
+        **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *given])),
     }
     say(convergence_table([record]))
     if record["no_verdict"]:
