@@ -148,7 +148,7 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
 def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) -> None:
     runs = [SeedRun("bf16", seed, tmp_path / str(seed), ("--recipe", "bf16")) for seed in range(2)]
     said: list[str] = []
-    failed = RunPool(runs, 10, ["--stepz", "3"], 1, None, said.append).run(lambda: "")
+    failed = RunPool(runs, lambda run: ["train", "--stepz", "3"], 1, None, said.append).run(lambda: "")
     assert failed == [(runs[0], 2)]
     assert "there is no option --stepz; the nearest is --steps" in log_tail(runs[0])
     assert said == ["0 failed: every run ends after its step, with a checkpoint"]

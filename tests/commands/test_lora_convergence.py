@@ -35,7 +35,8 @@ def test_examples() -> None:
 
 def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["lora-convergence", "--base", str(make_base(tmp_path / "base")), "--data", json.__path__[0], *SMALL]
-    assert main([*words, "--out", str(tmp_path / "whole"), "--record", str(tmp_path)]) == 0
+    assert main([*words, "--out", str(tmp_path / "whole"), "--record", str(tmp_path), "--at-once", "2"]) == 0
+    assert "step 3 of 3" in (tmp_path / "whole" / "lora_mx-seed1" / "log.txt").read_text()
     said = capsys.readouterr().out
     assert "no verdict: 2 seeds have no spread, want --seeds 3 or more" in said
     (record,) = json.loads((tmp_path / "lora_convergence-cpu-1.json").read_text())
@@ -53,6 +54,16 @@ def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.Capt
         assert again["arms"][name]["held_out"] == pytest.approx(arm["held_out"], rel=1e-5)
     assert main([*words, "--out", str(tmp_path / "pieces"), "--rank", "4"]) == 2
     assert "rank=4, want 8" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_in_its_process_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    base = make_base(tmp_path / "base")
+    (base / "model.safetensors").unlink()
+    words = ["lora-convergence", "--base", str(base), "--data", json.__path__[0], *SMALL, "--out", str(tmp_path / "runs")]
+    assert main([*words, "--at-once", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "mxep lora-convergence: lora_" in said
+    assert "model.safetensors" in said
 
 
 def run(end: float) -> list[dict]:
@@ -76,6 +87,8 @@ def test_verdicts_by_hand(ours: float, within: bool) -> None:
         (["--seeds", "0"], "--seeds=0, want more than 0"),
         (["--eval-every", "300"], "--eval-every=300 of 2000 steps"),
         ([], "has no config.json"),
+        (["--at-once", "0"], "--at-once=0, want more than 0"),
+        (["--only", "lora_mx-seed3"], "--only=lora_mx-seed3, want one of lora_mx-seed0, lora_bf16-seed0, "),
     ],
 )
 def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:

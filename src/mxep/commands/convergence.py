@@ -241,8 +241,13 @@ def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | 
         size = corpus.stat().st_size / 1e6
         say(f"corpus: {taken:,} .py files of this Python, {left_out:,} left out (empty or not UTF-8), {size:,.0f} MB")
     at_once = options.at_once or (len(runs) if device_type == "cuda" else 1)
-    pool = RunPool(runs, resolved.steps, words, at_once, deadline, say)
-    say(f"{len(runs)} runs of {resolved.steps} steps, {len(pool.waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
+    waiting = [run for run in runs if run.step < resolved.steps]  # one with a checkpoint continues
+
+    def train(run: SeedRun) -> list[str]:
+        return ["train", *words, *run.options, "--seed", str(run.seed), "--out", str(run.folder), "--nproc", "1", "--resume", "auto"]
+
+    pool = RunPool(waiting, train, at_once, deadline, say)
+    say(f"{len(runs)} runs of {resolved.steps} steps, {len(waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
     failed = pool.run(lambda: _progress(runs))
     for run, status in failed:
         print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
@@ -314,24 +319,28 @@ def say(text: str) -> None:
 
 
 class RunPool:
-    """Runs on one device until all are done, one fails, the deadline passes or a signal arrives.
+    """Runs on one device, each in a process, until all are done, one fails, the deadline passes or a signal arrives.
 
     A failure, the deadline and a signal stop every run after its current step, with a checkpoint.
 
     Args:
-        runs: a run with all its steps is skipped, one with a checkpoint continues.
-        steps: of each run.
-        options: of `mxep train`, for all runs.
+        runs: what to run, in this order.
+        command: the words after `python -m mxep` for a run, which ends with status 0 when SIGTERM has stopped it with a checkpoint.
         at_once: how many run at the same time.
         deadline: on time.monotonic()'s clock, None for none.
         say: receives progress lines.
     """
 
     def __init__(
-        self, runs: Sequence[SeedRun], steps: int, options: Sequence[str], at_once: int, deadline: float | None, say: Callable[[str], None]
+        self,
+        runs: Sequence[SeedRun],
+        command: Callable[[SeedRun], list[str]],
+        at_once: int,
+        deadline: float | None,
+        say: Callable[[str], None],
     ) -> None:
-        self.waiting = [run for run in runs if run.step < steps]
-        self.options, self.at_once, self.deadline, self.say = list(options), at_once, deadline, say
+        self.waiting = [*runs]
+        self.command, self.at_once, self.deadline, self.say = command, at_once, deadline, say
         self.running: dict[SeedRun, subprocess.Popen[bytes]] = {}
         self.stopping_since: float | None = None
         self.failed: list[tuple[SeedRun, int]] = []
@@ -359,10 +368,9 @@ class RunPool:
 
     def _start(self, run: SeedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        own = [*run.options, "--seed", str(run.seed), "--out", str(run.folder), "--nproc", "1", "--resume", "auto"]
         with (run.folder / LOG_FILE).open("ab") as log:
             self.running[run] = subprocess.Popen(
-                [sys.executable, "-m", "mxep", "train", *self.options, *own],
+                [sys.executable, "-m", "mxep", *self.command(run)],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -4,9 +4,9 @@
     mxep convert runs/base runs/base-hf
     mxep lora-convergence --base runs/base-hf --out runs/lora --seconds 540
 
-The last command continues where it stopped when it is given again.  A seed decides the adapters' initial values and the order of the text,
-both the same in both arms.  The base of `mxep train` has seen the Python standard library; adapters learn the source of the transformers
-package, unless --data names another text.  A verdict needs what `mxep convergence` needs.
+The last command continues where it stopped when it is given again: after --seconds, Ctrl-C or a kill.  A seed decides the adapters'
+initial values and the order of the text, both the same in both arms.  The base of `mxep train` has seen the Python standard library;
+adapters learn the source of the transformers package, unless --data names another text.  A verdict needs what `mxep convergence` needs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,42 +26,74 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.bench.records import device_name, origin, write_records
-from mxep.commands.convergence import arm_of, missing_for_verdict, say
+from mxep.commands.convergence import RunPool, SeedRun, arm_of, log_tail, missing_for_verdict, say
 from mxep.device import default_device_type, resolve_gemm_path
 from mxep.models.loss import IGNORE
 from mxep.recipe import Recipe
 from mxep.train.data.loader import Batch, TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer
+from mxep.train.rank_control import stop_signals
 
 PROGRAM = "mxep lora-convergence"
 ARMS = {"lora_mx": "mxfp8_wgrad_with_hp", "lora_bf16": "hp"}  # recipe of the base's products; the last arm is the baseline
 PLAN_FILE, STATE_FILE = "plan.json", "state.pt"
-_POSITIVE = ("steps", "seeds", "rank", "batch", "seq_len", "eval_every", "eval_tokens", "lr", "seconds")
-_NOT_COMPARED = ("out", "seconds", "record")  # options that may change from piece to piece
+_POSITIVE = ("steps", "seeds", "rank", "batch", "seq_len", "eval_every", "eval_tokens", "lr", "seconds", "at_once")
+_NOT_COMPARED = ("out", "seconds", "record", "at_once", "only")  # options that may change from piece to piece
 _WARM_UP, _LAST_LR = 0.05, 0.1  # share of the steps, and of the learning rate at the end
 _ON_ATTENTION, _ON_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `mxep lora-convergence <argv>`; returns 0 if done or stopped by --seconds. ValueError: wrong options, text or base."""
+    """Run `mxep lora-convergence <argv>`; returns 0 if done or stopped, 1 if a run failed. ValueError: wrong options, text or base."""
     started = time.monotonic()
     options = _parse(argv)
     deadline = None if options.seconds is None else started + options.seconds
     device = torch.device(default_device_type() if options.device == "auto" else options.device)
+    runs = [SeedRun(arm, seed, options.out / f"{arm}-seed{seed}", ()) for seed in range(options.seeds) for arm in ARMS]
+    waiting = [run for run in runs if options.only in (None, run.name) and _step_of(run) < options.steps]
+    at_once = min(options.at_once or (len(waiting) if device.type == "cuda" else 1), len(waiting))
     corpus = load_corpus(options.data, ByteTokenizer(), report=say)
-    held_out = held_out_batches(corpus.held_out, options.seq_len, options.batch, options.eval_tokens)
-    records: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in ARMS}
-    for seed in range(options.seeds):
-        for arm in ARMS:
-            sequences = TrainingSequences(corpus.train, options.seq_len, options.batch, seed=seed)
-            found = _train(arm, seed, options, sequences, held_out, device, deadline)
-            if found is None:
-                say(f"stopped; the same command continues in {options.out}")
-                return 0
-            records[arm].append(found)
+    if at_once > 1:
+        pool = RunPool(waiting, lambda run: [*PROGRAM.split()[1:], *argv, "--only", run.name], at_once, deadline, say)
+        for run, status in pool.run(lambda: f"steps at the newest states: {', '.join(f'{run.name} {_step_of(run)}' for run in runs)}"):
+            print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
+        if pool.failed:
+            return 1
+    elif waiting:
+        held_out = held_out_batches(corpus.held_out, options.seq_len, options.batch, options.eval_tokens)
+        stops: list[int] = []
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            stops.append(number)
+
+        def asked_to_stop() -> bool:
+            return bool(stops) or (deadline is not None and time.monotonic() > deadline)
+
+        with stop_signals(on_signal):
+            for run in waiting:
+                sequences = TrainingSequences(corpus.train, options.seq_len, options.batch, seed=run.seed)
+                _train(run, options, sequences, held_out, device, asked_to_stop)
+                if _step_of(run) < options.steps:
+                    break
+    if options.only is not None:
+        return 0
+    if any(_step_of(run) < options.steps for run in runs):
+        say(f"stopped; the same command continues in {options.out}")
+        return 0
     data = {"documents": corpus.num_train_documents, "held_out_documents": corpus.num_held_out_documents, "fingerprint": corpus.fingerprint}
+    records = {arm: [_read_state(run)["records"] for run in runs if run.recipe == arm] for arm in ARMS}
     _finish(records, options, device, data)
     return 0
+
+
+def _read_state(run: SeedRun) -> dict[str, Any]:
+    """What a run's newest state holds: step, adapters, optimizer, records. Empty without one."""
+    path = run.folder / STATE_FILE
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
+
+
+def _step_of(run: SeedRun) -> int:
+    return _read_state(run).get("step", 0)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -81,6 +115,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--record", type=Path, default=None, metavar="FOLDER", help="write FOLDER/lora_convergence-DEVICE-1.json at the end"
     )
+    parser.add_argument("--at-once", type=int, default=None, help="runs at the same time (default: all on a GPU, one on a CPU)")
+    parser.add_argument("--only", default=None, metavar="RUN", help="train this run alone, as in lora_mx-seed0, without a verdict")
     options = parser.parse_args(list(argv))
     for name in _POSITIVE:
         value = getattr(options, name)
@@ -90,6 +126,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise ValueError(
             f"--eval-every={options.eval_every} of {options.steps} steps, want an evaluation in the last tenth: {most} or less"
         )
+    names = [f"{arm}-seed{seed}" for seed in range(options.seeds) for arm in ARMS]
+    if options.only not in (None, *names):
+        raise ValueError(f"--only={options.only}, want one of {', '.join(names)}")
     if options.data is None:
         options.data = [str(_transformers_folder())]
     if not (Path(options.base) / "config.json").is_file():
@@ -132,25 +171,22 @@ def lora_model(base: str, arm: str, rank: int, seed: int, device: torch.device) 
 
 
 def _train(
-    arm: str,
-    seed: int,
+    run: SeedRun,
     options: argparse.Namespace,
     sequences: TrainingSequences,
     held_out: Sequence[Batch],
     device: torch.device,
-    deadline: float | None,
-) -> list[dict[str, Any]] | None:
-    """Train one run from its newest state to the end; returns its records, None if the deadline passed."""
-    path = options.out / f"{arm}-seed{seed}" / STATE_FILE
+    asked_to_stop: Callable[[], bool],
+) -> None:
+    """Train one run from its newest state to the end, or until it is asked to stop, which is after a step; writes its state."""
+    path, arm, seed = run.folder / STATE_FILE, run.recipe, run.seed
     path.parent.mkdir(exist_ok=True)
-    state = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
-    if state is not None and state["step"] >= options.steps:
-        return list(state["records"])
+    state = _read_state(run)
     model = lora_model(options.base, arm, options.rank, seed, device)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=options.lr, weight_decay=0.0, fused=device.type == "cuda")
     start, records = 0, list[dict[str, Any]]()
-    if state is not None:
+    if state:
         start, records = state["step"], state["records"]
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -169,18 +205,17 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         records.append({"kind": "step", "step": step, "loss": loss.item()})
-        evaluated, stopped = step % options.eval_every == 0, deadline is not None and time.monotonic() > deadline
+        evaluated, stopped = step % options.eval_every == 0, asked_to_stop()
         if evaluated:
             records.append({"kind": "held_out", "step": step, "loss": _evaluate(model, held_out, device)})
-            say(f"{arm}-seed{seed} step {step} of {options.steps}: held-out loss {records[-1]['loss']:.4f}")
+            say(f"{run.name} step {step} of {options.steps}: held-out loss {records[-1]['loss']:.4f}")
         if evaluated or stopped or step == options.steps:
             adapters = {name: parameter.detach() for name, parameter in trained.items()}
             partial = path.with_name(f".{path.name}.partial")
             torch.save({"step": step, "adapters": adapters, "optimizer": optimizer.state_dict(), "records": records}, partial)
             partial.replace(path)
-        if stopped and step < options.steps:
-            return None
-    return records
+        if stopped:
+            return
 
 
 def _gemm_path(arm: str, device: torch.device) -> str | None:
