@@ -34,7 +34,16 @@ from mxep.bench.timing import MAX_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
 
-_GUIDES = ("performance", "performance_kernels", "howto/torchtitan", "training", "training/results", "howto/transformers", "howto/finetune")
+_GUIDES = (
+    "performance",
+    "performance_kernels",
+    "howto/torchtitan",
+    "training",
+    "training/results",
+    "howto/transformers",
+    "howto/finetune",
+    "howto/lora",
+)
 PAGES = ("README.md", *(f"docs/{guide}.md" for guide in _GUIDES))
 GAINS = Path("src/mxep/parallel/linear_gains.json")
 _BLOCK = re.compile(r"(<!-- measured: (\w+), written by `mxep bench report` -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
