@@ -393,9 +393,8 @@ def test_a_converted_attention_calls_another_function(family: str, monkeypatch: 
     _forward_with_liger.cache_clear()
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
-def test_a_converted_attention_whose_projections_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel writes over what selective checkpointing would give the second forward as the projections' results."""
+def convert_with_a_kernel_that_writes(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[list[nn.Module], list[RotaryForm]]:
+    """Converts the model's attention on a CPU, as if liger's kernel ran there; returns it, and a list that grows with each call."""
     calls = []
 
     def writes(own: Any, form: RotaryForm, *args: Any) -> tuple[Tensor, Tensor]:
@@ -408,11 +407,49 @@ def test_a_converted_attention_whose_projections_are_kept(family: str, monkeypat
 
     monkeypatch.setattr("mxep.integrations.transformers_liger._liger_rotary", writes)
     _forward_with_liger.cache_clear()
-    model = model_of(family)
-    want = gradients(model, **labelled())
     attention = [module for module in model.modules() if rotary_form(module) is not None]
     for module in attention:
         convert_rotary(module)
+    return attention, calls
+
+
+@pytest.mark.parametrize("hooks", ["forward", "backward", "global"])
+def test_a_hook_sees_projections_before_rotation(hooks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens, kept = model_of("Mixtral"), tokens_of(1), list[Tensor]()
+    attention, calls = convert_with_a_kernel_that_writes(model, monkeypatch)
+    projection = attention[0].q_proj
+
+    def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+        if module is projection:
+            kept.append(out)
+
+    def see(module: nn.Module, before: Any, after: Any) -> None:
+        kept.append(after[0])
+
+    if hooks == "global":
+        handle = nn.modules.module.register_module_forward_hook(keep)
+    else:
+        handle = projection.register_forward_hook(keep) if hooks == "forward" else projection.register_full_backward_hook(see)
+    rows = list[Tensor]()
+    before = projection.register_forward_pre_hook(lambda module, args: rows.append(args[0].detach()))
+    model(input_ids=tokens).logits.sum().backward()
+    assert len(calls) == (0 if hooks == "global" else 1)  # the other layer's
+    (seen,) = kept
+    if hooks != "backward":
+        assert torch.equal(seen, nn.functional.linear(rows[0], projection.weight))
+    handle.remove()
+    before.remove()
+    model(input_ids=tokens)
+    assert len(calls) == (2 if hooks == "global" else 3)
+    _forward_with_liger.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+def test_a_converted_attention_whose_projections_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes over what selective checkpointing would give the second forward as the projections' results."""
+    model = model_of(family)
+    want = gradients(model, **labelled())
+    attention, calls = convert_with_a_kernel_that_writes(model, monkeypatch)
     for mode, times in (("none", 1), ("full", 2), ("selective", 0)):
         calls.clear()
         recomputed = copy.deepcopy(model)

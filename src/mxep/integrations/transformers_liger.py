@@ -152,11 +152,20 @@ def convert_rotary(attention: nn.Module) -> Callable[[], None]:
 
 
 def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In a compiled graph, which fuses the rotation, the class's own forward runs; and in a dispatch mode, which may keep what the kernel
-    would write over: selective checkpointing keeps projections, and its second forward would rotate them again."""
+    """The class's own forward runs where somebody may keep what the kernel would write over, and in a compiled graph, which fuses it.
+
+    Those are hooks on the modules inside, which get the projections, and dispatch modes: selective checkpointing keeps projections, and its
+    second forward would rotate them again.
+    """
     kind: Any = type(attention)
-    own = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    own = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _has_hooks(attention)
     return (kind.forward if own else _forward_with_liger(kind))(attention, *args, **kwargs)
+
+
+def _has_hooks(attention: nn.Module) -> bool:
+    """Whether hooks get the results of modules inside an attention module."""
+    every = torch.nn.modules.module._has_any_global_hook()
+    return bool(every) or any(part._forward_hooks or part._backward_hooks for part in attention.modules() if part is not attention)
 
 
 @functools.cache
