@@ -213,7 +213,9 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
 
     monkeypatch.setattr(training, "run_child", run)
     given = ["--steps=30", "--transport", "symmetric"]
-    for extra in (["--linear-recipe", "mxfp8", "--output-recipe=mxfp8"], ["--fused-layer", "--cuda-graph"]):
+    (tmp_path / "own.toml").write_text('steps = 3\nlinear_recipe = "mxfp8"\noutput_recipe = "mxfp8"\n')
+    precise = ["--linear-recipe", "mxfp8", "--output-recipe=mxfp8"], ["--config", str(tmp_path / "own.toml")]
+    for extra in (*precise, ["--fused-layer", "--cuda-graph"]):
         folder = tmp_path / f"{extra[0][2:]}"
         folder.mkdir()
         training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
@@ -280,7 +282,7 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["train", "--quick", "--device", "cpu", "--", "--recipe", "hp"], ("--recipe after --", "leave it out")),
         (
             ["train", "--quick", "--device", "cpu", "--", "--job.dump_folder=/a", "--profile_step", "7"],
-            ("--job.dump_folder, --profile_step", "leave"),
+            ("--job.dump_folder after --, --profile_step after --", "leave"),
         ),
         (
             ["train", "--quick", "--device", "cpu", "--", "--quantize.grouped-mm.mx.recipe-name=hp"],
@@ -294,12 +296,19 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert cli.main(["bench", *argv]) == 2
         said = capsys.readouterr().err
         assert all(word in said for word in words), said
-    assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", "--no-such-option"]) == 1
-    assert "ended with status 2" in capsys.readouterr().err
+    (tmp_path / "ours.toml").write_text('recipe = "hp"\n')
+    (tmp_path / "short.toml").write_text("[training]\nsteps = 25\n")
+    quick = ["bench", "train", "--quick", "--device", "cpu", "--"]
+    assert cli.main([*quick, "--config", str(tmp_path / "ours.toml")]) == 2
+    assert f"recipe in {tmp_path / 'ours.toml'}, want options" in capsys.readouterr().err
+    assert cli.main([*quick, "--no-such-option"]) == 2
+    assert "there is no option --no-such-option" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*quick, "--steps=many"])
     with pytest.raises(ValueError, match="19 steps after the first 5 and before the last 3, want 20: a run was stopped"):
         training.arm_of(metrics(0.1)[:-1], tmp_path / "none.json")
-    for words in (["--steps", "25"], ["--training.steps=3"], ["--steps=many"]):
-        assert cli.main(["bench", "train", "--quick", "--device", "cpu", "--", *words]) == 2
+    for words in (["--steps", "25"], ["--training.steps=3"], ["--config", str(tmp_path / "short.toml")]):
+        assert cli.main([*quick, *words]) == 2
         assert "want at least 28: 5 to warm up, 20 that count and 3 for the profiler" in capsys.readouterr().err
 
 

@@ -23,8 +23,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
-from itertools import pairwise
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
 from mxep.train.config import TrainConfig
 from mxep.train.metrics import METRICS_FILE, read_metrics
-from mxep.train.option_parser import field_of
+from mxep.train.option_parser import field_of, read_options, read_toml
 
 UTILIZATIONS = {"mfu": "MFU", "mfu_causal": "MFU, causal attention halved", "hfu": "HFU"}  # of a step, and what a table calls them
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
@@ -65,50 +64,54 @@ class RunFailedError(RuntimeError):
     """A run of `mxep train` failed."""
 
 
-def steps_of(given: Sequence[str]) -> int:
-    """The number of steps in options of `mxep train`; without one, the least number for a record.
+def options_of(given: Sequence[str]) -> TrainConfig:
+    """What options of `mxep train` and the TOML file among them ask for, with the least number of steps for a record if they name none.
 
-    >>> steps_of(["--ep", "2"]), steps_of(["--steps", "40"]), steps_of(["--training.steps=50"])
-    (28, 40, 50)
+    >>> [options_of(words).steps for words in (["--ep", "2"], ["--training.steps=50"])]
+    [28, 50]
 
     Raises:
-        ValueError: too few for a record, or not a number.
+        ValueError: an option that this benchmark sets, or too few steps; or what `read_options` raises.
     """
-    words = [word for option in given for word in option.split("=", 1)]
-    found = next((value for name, value in pairwise(words) if field_of(name) == "steps"), str(LEAST_STEPS))
-    if not found.isdecimal() or int(found) < LEAST_STEPS:
+    config = read_options(given)
+    taken = [f"{option.partition('=')[0]} after --" for option in given if field_of(option) in _OURS]
+    if config.config is not None:
+        taken += [f"{name} in {config.config}" for name in read_toml(config.config) if name in _OURS]
+    if taken:
+        ours = ", ".join(f"--{name.replace('_', '-')}" for name in _OURS)
+        raise ValueError(f"train: {', '.join(taken)}, want options of `mxep train` without {ours}; leave it out")
+    steps = LEAST_STEPS if config.steps is None else config.steps
+    if steps < LEAST_STEPS:
         counted = f"{WARM_UP} to warm up, {MIN_RUNS} that count and {PROFILED} for the profiler"
-        raise ValueError(f"train: --steps {found} after --, want at least {LEAST_STEPS}: {counted}")
-    return int(found)
+        raise ValueError(f"train: --steps {steps} after --, want at least {LEAST_STEPS}: {counted}")
+    return replace(config, steps=steps)
 
 
 def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Runs `mxep train` in every recipe and in bf16, each in its own folder; returns the records of their metrics, the baseline's last.
 
     Raises:
-        ValueError: `given` has an option that this benchmark sets, or too few steps.
+        ValueError: as `options_of`.
         RunFailedError: a run failed; its output is on the terminal.
     """
-    taken = [option.partition("=")[0] for option in given if field_of(option) in _OURS]
-    if taken:
-        ours = ", ".join(f"--{name.replace('_', '-')}" for name in _OURS)
-        raise ValueError(f"train: {', '.join(taken)} after --, want options of `mxep train` without {ours}; leave it out")
-    found = {recipe: _train(given, recipe, folder / recipe) for recipe in recipes}
+    config = options_of(given)
+    found = {recipe: _train(given, config, recipe, folder / recipe) for recipe in recipes}
     run, over = found[recipes[0]][0], ["--transport", "collective"]
     if run["settings"]["fused_layer"]:
         eager = [] if run["transport"] is None else ["--no-cuda-graph"]
-        found[ONE_FUNCTION] = _train([*given, *over, *eager], BASELINE, folder / ONE_FUNCTION)
-    found[BASELINE] = _train([*given, *over, "--no-fused-layer", "--no-cuda-graph"], BASELINE, folder / BASELINE)
+        found[ONE_FUNCTION] = _train([*given, *over, *eager], config, BASELINE, folder / ONE_FUNCTION)
+    separate = [*given, *over, "--no-fused-layer", "--no-cuda-graph"]
+    found[BASELINE] = _train(separate, config, BASELINE, folder / BASELINE)
     return found
 
 
-def _train(given: Sequence[str], recipe: str, out: Path) -> list[dict[str, Any]]:
+def _train(given: Sequence[str], config: TrainConfig, recipe: str, out: Path) -> list[dict[str, Any]]:
     """Runs one arm; returns the records of its metrics, the first of which has the run's settings."""
-    last = steps_of(given)
+    last = config.steps
+    assert last is not None
     own = ["--recipe", recipe, "--out", str(out), "--steps", str(last)]
     if recipe == BASELINE:
-        given_fields = {field_of(word) for word in given}
-        own += [word for name in _PRECISIONS if name in given_fields for word in (f"--{name.replace('_', '-')}", BASELINE)]
+        own += [word for name in _PRECISIONS if getattr(config, name) is not None for word in (f"--{name.replace('_', '-')}", BASELINE)]
     own += ["--profile-step", str(last - PROFILED + 1), "--profile-steps", str(PROFILED)]
     rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
     status = run_child([sys.executable, "-m", "mxep", "train", *given, *own, *rare])
