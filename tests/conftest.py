@@ -103,14 +103,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def slow_first(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
     """Each worker begins with its share of the slow tests, so that none is left with a long one at the end.
 
-    pytest-xdist's "worksteal" hands the tests out in one run of them for each worker, and moves what is left from the ends of these runs.
+    Slow tests of one file stay together, as one of them may wait for what another one makes.  pytest-xdist's "worksteal" hands the tests
+    out in one run of them for each worker, and moves what is left from the ends of these runs.
     """
     slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for _, of_file in itertools.groupby(slow, key=lambda item: item.path):
+        min(shares, key=len).extend(of_file)
     others, found = iter([item for item in items if item.get_closest_marker("slow") is None]), list[pytest.Item]()
-    for worker in range(workers):
-        share, size = slow[worker::workers], (len(items) - len(found)) // (workers - worker)
+    for worker, share in enumerate(shares):
+        size = (len(items) - len(found)) // (workers - worker)
         found += [*share, *itertools.islice(others, max(size - len(share), 0))]
-    return found
+    return [*found, *others]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,8 +9,9 @@ from tests.conftest import slow_first
 
 
 def named(name: str) -> pytest.Item:
-    """A test, slow if it is in capitals."""
-    return SimpleNamespace(name=name, get_closest_marker=lambda marker: name.isupper() or None)  # type: ignore[return-value]
+    """A test, slow if it is in capitals; those of X, Y and Z are in one file."""
+    file = "xyz" if name in "XYZ" else name
+    return SimpleNamespace(name=name, path=file, get_closest_marker=lambda marker: name.isupper() or None)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,8 @@ def named(name: str) -> pytest.Item:
         ("abCdEfg", 3, ["Ca", "Eb", "dfg"]),
         ("aB", 4, ["", "", "B", "a"]),
         ("ABCDefghi", 3, ["ADe", "Bfg", "Chi"]),
+        ("AXYZBcde", 2, ["ABcd", "XYZe"]),
+        ("XYZa", 2, ["XY", "Za"]),
         ("", 2, ["", ""]),
     ],
 )
