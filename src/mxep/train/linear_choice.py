@@ -66,7 +66,7 @@ def describe_linears(model: nn.Module, config: TrainConfig) -> list[str]:
     recipe = linear_recipe(config)
     if recipe is None:
         return []
-    converted = {name for name, module in model.named_modules() if isinstance(module, MXLinear)}
+    converted = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
     routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear and not name.startswith(routers)]
     return [f"dense linear layers in {recipe.name}: {shown_names(converted)}; in high precision: {shown_names(others)}"]
