@@ -253,11 +253,11 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert training._other_records(record, tmp_path) == records[:2], "other models, routings and options of this machine stay in its file"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_ends_the_run_and_what_it_started(tmp_path: Path, number: signal.Signals) -> None:
-    """A script in place of `mxep train`: asked to end, it ends the process that it has started."""
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM, signal.SIGHUP]], ids=repr)
+def test_signals_end_the_run_and_what_it_started(tmp_path: Path, numbers: list[signal.Signals]) -> None:
+    """A script in place of `mxep train`: asked to end, it ends the process that it has started, after a while."""
     script, pid_file = tmp_path / "python", tmp_path / "pid"
-    script.write_text(f"#!/bin/sh\ntrap 'kill $!; exit 0' TERM\nsleep 100 &\necho $! > {pid_file}\nwait\n")
+    script.write_text(f"#!/bin/sh\ntrap 'sleep 1.5; kill $!; exit 0' TERM\nsleep 100 &\necho $! > {pid_file}\nwait\n")
     script.chmod(0o700)
     program = f"import sys; import mxep.bench.command as bench; sys.executable = {str(script)!r}; from mxep.cli import main; "
     program += "sys.exit(main(['bench', 'train', '--quick', '--device', 'cpu']))"
@@ -268,7 +268,9 @@ def test_a_signal_ends_the_run_and_what_it_started(tmp_path: Path, number: signa
         time.sleep(0.1)
     started = int(pid_file.read_text())
     try:
-        command.send_signal(number)
+        for number in numbers:
+            command.send_signal(number)
+            time.sleep(0.7)
         assert command.communicate(timeout=100)[1] == "mxep bench: interrupted\n"
         assert command.returncode == 130
         assert start_of(started) is None

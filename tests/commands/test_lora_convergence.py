@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import doctest
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,8 @@ from mxep.bench import markdown_tables
 from mxep.cli import main
 from mxep.commands import lora_convergence
 from mxep.commands.lora_convergence import compare_arms
+from mxep.processes import start_of
+from mxep.train.run_lock import lock_run_folder
 
 SIZES = {"steps": 3, "seeds": 2, "rank": 8, "batch": 2, "seq-len": 16, "eval-every": 1, "eval-tokens": 64}
 SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))] + ["--device", "cpu"]
@@ -64,6 +70,44 @@ def test_a_run_that_fails_in_its_process_is_named(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().err
     assert "mxep lora-convergence: lora_" in said
     assert "model.safetensors" in said
+
+
+def test_a_run_that_another_process_trains_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["lora-convergence", "--base", str(make_base(tmp_path / "base")), "--data", json.__path__[0], *SMALL]
+    folder = tmp_path / "runs" / "lora_mx-seed0"
+    folder.mkdir(parents=True)
+    lock = lock_run_folder(folder, print)
+    try:
+        assert main([*words, "--out", str(tmp_path / "runs")]) == 2
+    finally:
+        lock.release()
+    assert f"{folder} is in use by" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_runs_end_with_a_state_when_the_command_that_started_them_is_killed(tmp_path: Path) -> None:
+    words = ["--base", str(make_base(tmp_path / "base")), "--data", json.__path__[0], *SMALL, "--steps", "100000", "--at-once", "2"]
+    command = subprocess.Popen([sys.executable, "-m", "mxep", "lora-convergence", *words, "--out", str(tmp_path / "runs")])
+    folders = [tmp_path / "runs" / f"{arm}-seed0" for arm in lora_convergence.ARMS]
+    try:
+        wait_until(lambda: all((folder / "state.pt").exists() for folder in folders))
+        pids = [json.loads(path.read_text())["pid"] for folder in folders for path in (folder / "lock").iterdir()]
+        assert len(pids) == 2
+        assert all(map(start_of, pids))
+    finally:
+        command.kill()
+        command.wait()
+    wait_until(lambda: not any(map(start_of, pids)))
+    for folder in folders:
+        state = torch.load(folder / "state.pt", weights_only=True)
+        assert [entry["step"] for entry in state["records"] if entry["kind"] == "step"] == [*range(1, state["step"] + 1)]
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 200
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def run(end: float) -> list[dict]:

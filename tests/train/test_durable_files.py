@@ -156,7 +156,6 @@ def test_a_run_that_finds_no_room_to_begin_ends_with_a_line(tmp_path: Path, monk
 
         monkeypatch.setattr("mxep.train.run.run", fails)
         monkeypatch.setattr("mxep.train.distributed.init_distributed", lambda device: nullcontext())
-        monkeypatch.setattr("mxep.train.distributed.watch_starter", lambda: None)
         with pytest.raises(EndedError, match="1"):
             rank_launcher.run_rank(TrainConfig(), [])
         child = SimpleNamespace(returncode=1)

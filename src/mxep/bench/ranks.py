@@ -57,9 +57,10 @@ def run_child(words: Sequence[str], environment: Mapping[str, str] | None = None
         try:
             return child.wait()
         except KeyboardInterrupt:
-            child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(_KILL_AFTER_S)
+            with stop_signals(lambda number, frame: None):  # a further signal would leave what the command has started behind
+                child.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_KILL_AFTER_S)
             raise
         finally:
             child.kill()

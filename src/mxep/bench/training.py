@@ -52,7 +52,8 @@ WARM_UP, PROFILED = 5, 3  # steps, the first and the last
 LEAST_STEPS = WARM_UP + MIN_RUNS + PROFILED
 COUNTED = slice(WARM_UP, -PROFILED)
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
-_OURS = ("recipe", "out", "compare", "resume", "resume_step", "profile_step", "profile_steps")  # options that it sets or cannot use
+# Options that it sets or cannot use.
+_OURS = ("recipe", "out", "compare", "resume", "resume_step", "stop_after", "profile_step", "profile_steps")
 # Options of all arms that a record contains; a batch or length of None is the preset's.
 _RECORDED = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
 # Options that a record contains where they are not the default; older records have none of them.

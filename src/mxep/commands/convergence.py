@@ -35,7 +35,7 @@ from mxep.train.config import TrainConfig, split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
 from mxep.train.option_parser import field_of, read_options, read_toml
-from mxep.train.rank_control import stop_signals
+from mxep.train.rank_control import GUARD_VARIABLE, stop_signals
 from mxep.train.resolved_config import ResolvedConfig, resolve
 from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
 
@@ -278,7 +278,8 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     start = next(record for record in metrics[runs[0]] if record["kind"] == "run")
     named = [name for name in plan.recipes[:-1] if name not in plan.arms]
     asked = ["--out", "FOLDER", *(["--recipes", ",".join(named)] if named else [])]
-    asked += [word for name, own in plan.arms.items() for word in ("--arm", shlex.quote(f"{name}={own}"))]
+    for name in plan.arms:
+        asked += ["--arm", shlex.quote(f"{name}={shlex.join(map(_without_folder, plan.options_of(name)))}")]
     asked += ["--baseline", plan.recipes[-1], "--seeds", str(plan.seeds)]
     given = ["--", *map(_without_folder, plan.given)] if plan.given else []
     record: dict[str, Any] = {
@@ -299,8 +300,13 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
 
 
 def _without_folder(word: str) -> str:
-    """The last part of an absolute path, so that records name no path of a machine; other words as they are."""
-    return Path(word).name if Path(word).is_absolute() else word
+    """The word with the last part of an absolute path alone, so that records name no path of a machine.
+
+    >>> _without_folder("--data=/data/text.jsonl"), _without_folder("/data/text.jsonl"), _without_folder("--lr=3e-4")
+    ('--data=text.jsonl', 'text.jsonl', '--lr=3e-4')
+    """
+    option, equals, value = word.rpartition("=")
+    return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word
 
 
 def _other_records(record: Mapping[str, Any], folder: Path) -> list[Record]:
@@ -321,11 +327,12 @@ def say(text: str) -> None:
 class RunPool:
     """Runs on one device, each in a process, until all are done, one fails, the deadline passes or a signal arrives.
 
-    A failure, the deadline and a signal stop every run after its current step, with a checkpoint.
+    A failure, the deadline, a signal and the end of this process stop every run after its current step, with a checkpoint.
 
     Args:
         runs: what to run, in this order.
-        command: the words after `python -m mxep` for a run, which ends with status 0 when SIGTERM has stopped it with a checkpoint.
+        command: the words after `python -m mxep` for a run, which ends with status 0 when SIGTERM has stopped it with a checkpoint, and
+            calls `watch_starter`.
         at_once: how many run at the same time.
         deadline: on time.monotonic()'s clock, None for none.
         say: receives progress lines.
@@ -350,11 +357,13 @@ class RunPool:
     def run(self, progress: Callable[[], str]) -> list[tuple[SeedRun, int]]:
         """Waits for all processes; returns the runs that failed, with their exit status. `progress` describes all runs in a line."""
         said = time.monotonic()
+        guard, kept_open = os.pipe()
+        self.environment[GUARD_VARIABLE] = str(guard)
         with stop_signals(self._on_signal):
             try:
                 while self.running or (self.waiting and self.stopping_since is None):
                     while self.waiting and len(self.running) < self.at_once and self.stopping_since is None:
-                        self._start(self.waiting.pop(0))
+                        self._start(self.waiting.pop(0), guard)
                     self._collect()
                     if time.monotonic() - said > _PROGRESS_S:
                         said = time.monotonic()
@@ -364,19 +373,24 @@ class RunPool:
                 for process in self.running.values():
                     process.kill()
                     process.wait()
+                os.close(guard)
+                os.close(kept_open)
         return self.failed
 
-    def _start(self, run: SeedRun) -> None:
+    def _start(self, run: SeedRun, guard: int) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         with (run.folder / LOG_FILE).open("ab") as log:
-            self.running[run] = subprocess.Popen(
+            process = self.running[run] = subprocess.Popen(
                 [sys.executable, "-m", "mxep", *self.command(run)],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                pass_fds=(guard,),
                 process_group=0,  # Ctrl-C reaches it once, through this process
             )
+        if self.stopping_since is not None:  # by a signal between the check and here
+            process.terminate()
 
     def _collect(self) -> None:
         """Removes processes that ended, and stops the others if one failed or the deadline passed."""

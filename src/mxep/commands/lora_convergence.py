@@ -32,7 +32,8 @@ from mxep.models.loss import IGNORE
 from mxep.recipe import Recipe
 from mxep.train.data.loader import Batch, TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer
-from mxep.train.rank_control import stop_signals
+from mxep.train.rank_control import starter_pid, stop_signals, watch_starter
+from mxep.train.run_lock import lock_run_folder
 
 PROGRAM = "mxep lora-convergence"
 ARMS = {"lora_mx": "mxfp8_wgrad_with_hp", "lora_bf16": "hp"}  # recipe of the base's products; the last arm is the baseline
@@ -54,7 +55,7 @@ def command(argv: Sequence[str]) -> int:
     at_once = min(options.at_once or (len(waiting) if device.type == "cuda" else 1), len(waiting))
     corpus = load_corpus(options.data, ByteTokenizer(), report=say)
     if at_once > 1:
-        pool = RunPool(waiting, lambda run: [*PROGRAM.split()[1:], *argv, "--only", run.name], at_once, deadline, say)
+        pool = RunPool(waiting, lambda run: ["lora-convergence", *argv, "--only", run.name], at_once, deadline, say)
         for run, status in pool.run(lambda: f"steps at the newest states: {', '.join(f'{run.name} {_step_of(run)}' for run in runs)}"):
             print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
         if pool.failed:
@@ -70,9 +71,15 @@ def command(argv: Sequence[str]) -> int:
             return bool(stops) or (deadline is not None and time.monotonic() > deadline)
 
         with stop_signals(on_signal):
+            watch_starter()
             for run in waiting:
                 sequences = TrainingSequences(corpus.train, options.seq_len, options.batch, seed=run.seed)
-                _train(run, options, sequences, held_out, device, asked_to_stop)
+                run.folder.mkdir(exist_ok=True)
+                lock = lock_run_folder(run.folder, say, starter_pid())
+                try:
+                    _train(run, options, sequences, held_out, device, asked_to_stop)
+                finally:
+                    lock.release()
                 if _step_of(run) < options.steps:
                     break
     if options.only is not None:
@@ -87,9 +94,9 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _read_state(run: SeedRun) -> dict[str, Any]:
-    """What a run's newest state holds: step, adapters, optimizer, records. Empty without one."""
+    """What a run's newest state holds: step, adapters, optimizer, records. Empty without one. Tensors are read when they are used."""
     path = run.folder / STATE_FILE
-    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True) if path.exists() else {}
 
 
 def _step_of(run: SeedRun) -> int:
@@ -180,7 +187,6 @@ def _train(
 ) -> None:
     """Train one run from its newest state to the end, or until it is asked to stop, which is after a step; writes its state."""
     path, arm, seed = run.folder / STATE_FILE, run.recipe, run.seed
-    path.parent.mkdir(exist_ok=True)
     state = _read_state(run)
     model = lora_model(options.base, arm, options.rank, seed, device)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from mxep.comm import close_transports
 from mxep.comm.collective import gather_objects
 from mxep.device import default_device_type
-from mxep.train.rank_control import GUARD_VARIABLE, STORE_VARIABLE, is_second_request, stop_signals
+from mxep.train.rank_control import STORE_VARIABLE, is_second_request, stop_signals
 
 TIMEOUT = timedelta(minutes=10)
 _LONG_TIMEOUT = timedelta(days=1)  # for work that takes as long as its data is large
@@ -165,22 +164,3 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal, self._since = number, time.monotonic()
-
-
-def starter_pid() -> int | None:
-    """Pid of the `mxep train` process that started this rank; None under torchrun and the like."""
-    return os.getppid() if GUARD_VARIABLE in os.environ else None
-
-
-def watch_starter() -> None:
-    """End this rank after its step if the process that started it is gone: a thread waits for the end of that process' pipe."""
-    descriptor = os.environ.get(GUARD_VARIABLE)
-    if descriptor is None:
-        return
-
-    def wait() -> None:
-        while os.read(int(descriptor), 1):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True, name="mxep-starter-guard").start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -33,3 +35,22 @@ def is_second_request(number: int, since_s: float) -> bool:
     SIGHUP means a closed terminal and is never a second request.
     """
     return number != signal.SIGHUP and since_s >= ECHO_S
+
+
+def starter_pid() -> int | None:
+    """Pid of the `mxep train` process or the like that started this process; None under torchrun and from a shell."""
+    return os.getppid() if GUARD_VARIABLE in os.environ else None
+
+
+def watch_starter() -> None:
+    """Send SIGTERM to this process when the one that started it is gone: a thread waits for the end of that process' pipe."""
+    descriptor = os.environ.get(GUARD_VARIABLE)
+    if descriptor is None:
+        return
+
+    def wait() -> None:
+        while os.read(int(descriptor), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True, name="mxep-starter-guard").start()

@@ -26,7 +26,15 @@ from mxep.train.data.tokenizer import check_origin, load_tokenizer
 from mxep.train.durable_files import NotWrittenError
 from mxep.train.option_parser import PROGRAM, read_options
 from mxep.train.output import surviving_output
-from mxep.train.rank_control import FAILURES_VARIABLE, GUARD_VARIABLE, STOP_SIGNALS, STORE_VARIABLE, is_second_request, stop_signals
+from mxep.train.rank_control import (
+    FAILURES_VARIABLE,
+    GUARD_VARIABLE,
+    STOP_SIGNALS,
+    STORE_VARIABLE,
+    is_second_request,
+    stop_signals,
+    watch_starter,
+)
 from mxep.train.resolved_config import resolve
 from mxep.train.run_folder import choose_run_folder
 from mxep.train.run_lock import RunLockLostError
@@ -48,6 +56,7 @@ def command(argv: Sequence[str]) -> int:
     """
     try:
         config = read_options(argv)
+        watch_starter()
         if "RANK" not in os.environ:
             return start_ranks(config, argv) if config.compare is None else start_both(config, argv)
         if config.compare is not None:
@@ -64,11 +73,10 @@ def command(argv: Sequence[str]) -> int:
 
 def run_rank(config: TrainConfig, argv: Sequence[str]) -> int:
     """Run one rank. A failure is reported in the starter's folder; under torchrun it is raised."""
-    from mxep.train.distributed import init_distributed, watch_starter
+    from mxep.train.distributed import init_distributed
     from mxep.train.run import run
 
     failures = os.environ.get(FAILURES_VARIABLE)
-    watch_starter()
     gc.freeze()  # a full collection over the imported modules would stop all threads for 0.1 s
     try:
         with init_distributed(config.device) as ranks:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from mxep.train.checkpoint import DamagedCheckpointError, find_good
 from mxep.train.config import TrainConfig
-from mxep.train.distributed import Ranks, starter_pid
+from mxep.train.distributed import Ranks
 from mxep.train.option_parser import read_options
+from mxep.train.rank_control import starter_pid
 from mxep.train.resolved_config import resolve
 from mxep.train.run_folder import CHECKPOINTS, check_no_run, find_checkpoint, locked_run_folder, remove_unpublished, step_of
 from mxep.train.run_lock import RunLock
