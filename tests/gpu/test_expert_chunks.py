@@ -9,10 +9,10 @@ import torch
 from tests import p2p_cases
 from tests.mx_cases import assert_same_bytes
 
-import mxep.operators  # noqa: F401
 from mxep import reference
 from mxep.fused.expert_chunks import ChunkBounds, ExpertChunks
 from mxep.moe.expert_mlp import ExpertRows
+from mxep.operators import direct
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
 kernels = pytest.importorskip("mxep.ops.kernels")
@@ -86,6 +86,11 @@ def test_groups_without_rows_are_left(dtype: torch.dtype, path: str, sizes: tupl
             assert (got[~filled] == 7).all()
             torch.testing.assert_close(got[filled], want[filled], rtol=1e-2, atol=1e-2)
             assert path != "fp8" or torch.equal(into[filled], want[filled])
+        up = torch.full((5, N // 2, K), 7, device="cuda", dtype=dtype)
+        d_gate, d_up = direct.grouped_wgrad_mx_gate_up(*grad, *a, offs, dtype, path, out_up=up, mostly_padding=mostly_padding)
+        assert d_up is up
+        assert (up[~filled] == 7).all()
+        assert not d_gate[~filled].any(), "the one without an out is zero"
 
 
 @pytest.mark.parametrize("num_valid_rows", [0, 32, 288, M])

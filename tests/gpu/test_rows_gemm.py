@@ -117,6 +117,11 @@ def test_a_gemm_refuses_what_does_not_fit() -> None:
     for arguments in ((rows, *weight, ends) for rows, ends in bad):
         with pytest.raises(ValueError, match="want"):
             rows_gemm.quantize_grouped_mm(*arguments, BF16, "rceil", "auto", False)
+    for scale in (weight[1].double(), weight[1][:, :16], torch.ones(1, 32, 2, device="cuda"), weight[1].cpu()):
+        with pytest.raises(ValueError, match=r"fp8_grouped_mm: .*want"):
+            rows_gemm.quantize_grouped_mm(x, weight[0], scale, offs, BF16, "rceil", "auto", False)
+        with pytest.raises(ValueError, match=r"fp8_grouped_mm: .*want"):
+            rows_gemm.rebase_grouped_mm(*quantize(x, "rceil"), None, MAX_SPREAD["auto"], weight[0], scale, offs, BF16)
     with pytest.raises(ValueError, match="want"):
         rows_gemm.quantize_grouped_mm(x, *weight, offs, BF16, "rceil", "auto", False, "keep")
 

@@ -106,10 +106,10 @@ def grouped_wgrad_mx_gate_up(
     """`grouped_wgrad_mx` of the left and of the right half of grad's columns, which the FP8 paths rebase together.
 
     Args:
-        qg, sg: (M, 2N) and (M, 2N/32), N a multiple of 32.  The rest as in `grouped_wgrad_mx`; either both outs or none.
+        qg, sg: (M, 2N) and (M, 2N/32), N a multiple of 32.  The rest as in `grouped_wgrad_mx`.
 
     Returns:
-        two (G, N, K) `out_dtype`, each contiguous and zero for an empty group; the outs if given.
+        two (G, N, K) `out_dtype`, each contiguous and zero for an empty group; an out if it is given, which keeps what it holds for one.
     """
     for out in (out_gate, out_up):
         check_out("grouped_wgrad_mx_gate_up", out, (offs.shape[0], qg.shape[1] // 2, qa.shape[1]), out_dtype)

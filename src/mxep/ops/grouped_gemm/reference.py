@@ -328,7 +328,7 @@ def grouped_wgrad_mx_gate_up(
 
     Args:
         qg, sg: (M, 2N) and (M, 2N/32), N a multiple of 32.  qa, sa, offs, path, a_map, mostly_padding: as in `grouped_wgrad_mx`.
-        out_gate, out_up: two `out`, or none.
+        out_gate, out_up: an `out` each.
 
     Returns:
         two (G, N, K) `out_dtype`, each contiguous and zero for an empty group; the outs if given.

@@ -78,5 +78,6 @@ class Fp8Path(ExactPath):
         mostly_padding: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = _gate_up(rebase_tokens(*grad, *a, offs, None, a_map, mostly_padding=mostly_padding))
-        empty = "zero" if outs[0] is None else "skip"  # of groups without tokens
-        return fp8_wgrad(gate, out_dtype, outs[0], empty=empty), fp8_wgrad(up, out_dtype, outs[1], empty=empty)
+        parts = zip((gate, up), outs, strict=True)
+        d_gate, d_up = (fp8_wgrad(part, out_dtype, out, empty="zero" if out is None else "skip") for part, out in parts)
+        return d_gate, d_up

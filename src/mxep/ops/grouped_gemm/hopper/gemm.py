@@ -130,10 +130,16 @@ def fp8_grouped_mm(
     """
     (M, K), (G, N, _) = rows.data.shape, weight.data.shape
     _check("fp8_grouped_mm", out_dtype, (K, N))
-    if weight.data.shape[2] != K or offs.shape != (G,):
-        got = f"rows (M, {K}), weight {tuple(weight.data.shape)}, offs {tuple(offs.shape)}"
-        raise ValueError(f"fp8_grouped_mm: {got}; want (M, K), (G, N, K), (G,)")
-    check_device("fp8_grouped_mm", rows.data, weight=weight.data, offs=offs, inner=inner, lora_b=lora_b)
+    scales = ((tuple(scale.shape), scale.dtype) for scale in (rows.scale, weight.scale))
+    if weight.data.shape[2] != K or offs.shape != (G,) or tuple(scales) != (((M,), torch.float32), ((G, N), torch.float32)):
+        got = f"rows ({M}, {K}), weight {tuple(weight.data.shape)}, offs {tuple(offs.shape)}"
+        got += f", scales {tuple(rows.scale.shape)} {rows.scale.dtype} and {tuple(weight.scale.shape)} {weight.scale.dtype}"
+        raise ValueError(
+            f"fp8_grouped_mm: {got}; want (M, K), (G, N, K), (G,), and float32 scales (M,) and (G, N), as `rebase_rows` and "
+            "`quantize_weight` make them"
+        )
+    also = {"weight": weight.data, "scale": rows.scale, "weight_scale": weight.scale}
+    check_device("fp8_grouped_mm", rows.data, **also, offs=offs, inner=inner, lora_b=lora_b)
     if inner is not None or lora_b is not None:
         check_lora("fp8_grouped_mm", inner, lora_b, (M, G, N), out_dtype)
 
