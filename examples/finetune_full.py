@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from chat_data import make_tiny_folder, option_parser, read_sequences
 from mxep.integrations import transformers_5
 from mxep.integrations.transformers_recompute import RecomputeBudget
-from mxep.train.low_memory_adamw import LowMemoryAdamW
+from mxep.train.adamw import AdamW
 from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.state_precision import StatePrecision
 
@@ -41,7 +41,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     model.train()
     groups = [{"params": list(model.named_parameters()), "weight_decay": 0.0}]
     precision = StatePrecision(options.optimizer, "bfloat16")
-    optimizer = LowMemoryAdamW(groups, options.lr, (0.9, 0.95), 1e-8, precision)
+    optimizer = AdamW(groups, options.lr, (0.9, 0.95), 1e-8, precision)
     in_backward = OptimizerInBackward(optimizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters trained on {device}")
 

@@ -15,7 +15,7 @@ def test_optimizer() -> None:
     (record,) = records
     assert set(record["bytes"]) == {"copy", *optimizer_step._ARMS}
     per_value = {arm: moved / 256**2 for arm, moved in record["bytes"].items()}
-    assert (per_value["adamw"], per_value["adamw_clipped"]) == (28, 32)
+    assert (per_value["adamw"], per_value["torch_fused"]) == (28, 32)
     assert per_value["adamw8bit_bfloat16"] == 3 * 2 + 4 * (1 + 4 / 256)
 
 
@@ -24,5 +24,5 @@ def test_a_wrong_step_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return values.double() + 0.1
 
     monkeypatch.setattr(optimizer_step, "_first_update", wrong)
-    with pytest.raises(registry.CheckFailedError, match="adamw differs"):
+    with pytest.raises(registry.CheckFailedError, match="torch_fused differs"):
         registry.run("optimizer", registry.Setting(CPU, rounds=FAST), "", lambda text: None)

@@ -44,7 +44,10 @@ def test_steps_are_the_references(bits: int, dtype: torch.dtype, runs: tuple[int
         stepped.append([None if value is None else value.cpu() for value in (parameter, *moments, steps)])
     (want, *want_state), (found, *state) = stepped
     for name, theirs, ours in zip(("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "step"), want_state, state, strict=True):
-        assert theirs is None or torch.equal(ours, theirs), name
+        if not bits and dtype == FLOAT32:  # on a CPU torch's fused step, which rounds elsewhere
+            assert theirs is None or torch.allclose(ours, theirs, rtol=2**-20, atol=1e-9), name
+        else:
+            assert theirs is None or torch.equal(ours, theirs), name
     torch.testing.assert_close(found, want, rtol=2**-7 if dtype == BF16 else 2**-20, atol=1e-7)
     assert dtype == FLOAT32 or (found != want).float().mean() < 0.001, "other random bits"
 

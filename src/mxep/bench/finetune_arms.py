@@ -23,7 +23,7 @@ from mxep.bench.timing import synchronize
 from mxep.bench.training import trace_of
 from mxep.bench.transformers_step import model_config
 from mxep.mx.weight import MXWeight
-from mxep.train.low_memory_adamw import LowMemoryAdamW
+from mxep.train.adamw import AdamW
 from mxep.train.optimizer import BETAS
 from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.state_precision import OptimizerName, StatePrecision
@@ -207,7 +207,7 @@ class FinetuneRun:
             )
             return
         groups = [{"params": list(self.model.named_parameters()), "weight_decay": 0.0}]
-        in_bytes = LowMemoryAdamW(groups, _FULL_LR, BETAS, _EPS, StatePrecision(self.arm.optimizer, "bfloat16"))
+        in_bytes = AdamW(groups, _FULL_LR, BETAS, _EPS, StatePrecision(self.arm.optimizer, "bfloat16"))
         self.optimizer, self.in_backward = in_bytes, OptimizerInBackward(in_bytes)
 
     def step(self, tokens: Tensor) -> Tensor:

@@ -6,21 +6,18 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
 from mxep.extras import install_command
 from mxep.moe import Experts, MoE
 from mxep.moe.init import local_tensor
+from mxep.train.adamw import AdamW
 from mxep.train.state_precision import StatePrecision
-
-if TYPE_CHECKING:
-    from mxep.train.low_memory_adamw import LowMemoryAdamW
 
 BETAS = (0.9, 0.95)
 _EPS = 1e-8
@@ -65,67 +62,12 @@ class Schedule:
         return self.peak * (self.floor + (1 - self.floor) * DECAYS[self.decay_type](progress))
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """Fused AdamW on the local shards of DTensors; outside of the step, parameters and moments are DTensors.
-
-    AdamW is elementwise, so each shard is updated on its own. A fused step on the DTensors themselves leaks one DTensorSpec per parameter
-    and step in host memory (pytorch issue 188174), and refuses parameters on several meshes.
-
-    Attributes:
-        grad_scale: () float32, what gradients are divided by; None: 1.
-        found_inf: () float32, above 0 to skip the step; None: 0.
-    """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    def init_state(self, parameter: nn.Parameter) -> None:
-        """Moments of zeros, as the first step would make them."""
-        step = torch.zeros((), dtype=torch.float32, device=local_tensor(parameter).device)
-        moments = {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
-        self.state[parameter] = {"step": step, **moments}
-
-    @torch.no_grad()
-    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Update one parameter of that group, which has a gradient."""
-        lists: list[list[Tensor]] = [[] for _ in range(6)]
-        self._init_group({**group, "params": [parameter]}, *lists)
-        parameters, grads, averages, squares, _, steps = lists
-        adamw(
-            parameters,
-            grads,
-            averages,
-            squares,
-            [],
-            steps,
-            fused=True,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Fill torch's lists of parameters, gradients, moments and step counts, then replace DTensors by their local tensors."""
-        has_complex = super()._init_group(group, *lists)  # type: ignore[misc]
-        for tensors in lists:
-            tensors[:] = map(local_tensor, tensors)
-        return has_complex
-
-
-def build_optimizer(
-    model: nn.Module, lr: float, weight_decay: float, precision: StatePrecision = _FLOAT32, seed: int = 0
-) -> LocalAdamW | LowMemoryAdamW:
+def build_optimizer(model: nn.Module, lr: float, weight_decay: float, precision: StatePrecision = _FLOAT32, seed: int = 0) -> AdamW:
     """AdamW with weight decay on matrices only. Stacked biases of experts are (E, H), but no matrices.
 
     Args:
         model: already sharded, its parameters in the dtype of `precision`.
-        precision: float32 parameters and moments take torch's fused AdamW, all else torchao's arithmetic.
+        precision: of parameters and moments; all but float32 needs torchao.
         seed: of stochastic rounding.
 
     Raises:
@@ -137,16 +79,13 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         groups.setdefault(parameter.ndim >= 2 and id(parameter) not in stacked, []).append((name, parameter))
     options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for decays, params in groups.items()]
-    if precision == _FLOAT32:
-        return LocalAdamW(options, lr=lr, betas=BETAS, eps=_EPS, fused=True, capturable=True)  # the fused step reads nothing on the host
-    try:
-        importlib.import_module("torchao.optim")
-    except ImportError as error:
-        asked = f"--optimizer={precision.optimizer}, --dtype={precision.dtype}"
-        raise ValueError(f"{asked}: this needs torchao 0.18 or later; {install_command('torchao')} ({error})") from error
-    from mxep.train.low_memory_adamw import LowMemoryAdamW
-
-    return LowMemoryAdamW(options, lr, BETAS, _EPS, precision, seed)
+    if precision != _FLOAT32:
+        try:
+            importlib.import_module("torchao.optim")
+        except ImportError as error:
+            asked = f"--optimizer={precision.optimizer}, --dtype={precision.dtype}"
+            raise ValueError(f"{asked}: this needs torchao 0.18 or later; {install_command('torchao')} ({error})") from error
+    return AdamW(options, lr, BETAS, _EPS, precision, seed)
 
 
 def _copies(tensor: Tensor, world: int) -> int:
@@ -318,15 +257,9 @@ class ExpertBiasHook:
         return worst, dead
 
 
-def optimizer_tensors(model: nn.Module, optimizer: LocalAdamW | LowMemoryAdamW) -> dict[str, Tensor]:
-    """The optimizer's state but the step count, by parameter name, created if missing: {"exp_avg.<name>": ..., ...}.
-
-    Args:
-        optimizer: a `LocalAdamW`, or a `LowMemoryAdamW`, whose quantised moments are "exp_avg_codes", "exp_avg_scale" and so on.
-    """
+def optimizer_tensors(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    """The optimizer's state but the step count, by parameter name: {"exp_avg.<name>": ..., ...}, or "exp_avg_codes.<name>" and so on."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if not optimizer.state[parameter]:
-            optimizer.init_state(parameter)
         tensors |= {f"{key}.{name}": value.detach() for key, value in optimizer.state[parameter].items() if key != "step"}
     return tensors

@@ -11,16 +11,14 @@ first update has another form:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mxep.train.optimizer import GradientNorms, LocalAdamW
-
-if TYPE_CHECKING:
-    from mxep.train.low_memory_adamw import LowMemoryAdamW
+from mxep.train.adamw import AdamW
+from mxep.train.optimizer import GradientNorms
 
 
 class OptimizerInBackward:
@@ -32,7 +30,7 @@ class OptimizerInBackward:
         optimizer: its parameters get the hooks.
     """
 
-    def __init__(self, optimizer: LocalAdamW | LowMemoryAdamW) -> None:
+    def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
         self._groups: dict[Tensor, dict[str, Any]] = {}
         self._norms = GradientNorms()
@@ -63,9 +61,5 @@ class OptimizerInBackward:
     @torch.no_grad()
     def _step(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        if isinstance(self.optimizer, LocalAdamW):
-            self._norms.add([parameter.grad])
-            self.optimizer.step_parameter(parameter, self._groups[parameter])
-        else:  # its step reads the gradient, and measures it on the way
-            self.optimizer.step_parameter(parameter, self._groups[parameter], self._norms.squares_of(parameter.grad))
+        self.optimizer.step_parameter(parameter, self._groups[parameter], self._norms.squares_of(parameter.grad))
         parameter.grad = None

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.device import compute_capability, multiprocessors
+from mxep.device import compiler_problem, compute_capability, multiprocessors
+from mxep.ops.optimizer import reference
 from mxep.ops.optimizer.codes import CELLS, code_tables
 from mxep.ops.optimizer.reference import bits_of, check_adamw_step
 from mxep.ops.runtime import tiles
@@ -41,12 +42,17 @@ def options_of(bits: int, floats: tuple[bool, bool], vectors: bool, runs: int) -
 def _kernel(device: int, entry: str, *variant: Any) -> Kernel:
     """`variant`: the arguments of `options_of`."""
     major, minor = compute_capability(device)
-    if major < _LEAST_MAJOR:
-        raise ValueError(f"adamw_step: a GPU of SM{major}{minor}, want SM{_LEAST_MAJOR}0 or later; use --optimizer adamw --dtype float32")
     options = options_of(*variant)
     words = 3 * CELLS + 2 * options["CODE_VALUES"] if options["BITS"] else 0
     threads, shared = (32, 0) if entry == _COUNT else (tiles.ADAMW_THREADS, 4 * words)
     return Kernel(entry, FILES, options, threads, shared, chip=f"sm_{major}{minor}")
+
+
+@functools.cache
+def _problem(device: int) -> str | None:
+    """Why the kernel cannot run there, None if it can. float32 then takes torch's fused step."""
+    major, minor = compute_capability(device)
+    return compiler_problem() if major >= _LEAST_MAJOR else f"a GPU of SM{major}{minor}, want SM{_LEAST_MAJOR}0 or later"
 
 
 def adamw_step(
@@ -68,6 +74,12 @@ def adamw_step(
     check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf), squares)
     n, device, bits = parameter.numel(), parameter.device, bits_of(parameter, exp_avg, exp_avg_scale)
     if not n:
+        return
+    if problem := _problem(device.index):
+        if bits or parameter.dtype != torch.float32:
+            raise ValueError(f"adamw_step: {problem}; or use --optimizer adamw --dtype float32")
+        plain = exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, step, lr, grad_scale, found_inf
+        reference.adamw_step(parameter, gradient, *plain, key, runs, hyperparameters, squares)
         return
     if bits and (exp_avg.data_ptr() | exp_avg_sq.data_ptr()) % 8:
         raise ValueError("adamw_step: codes at an address that is no multiple of 8, want one that is; make them a tensor of their own")

@@ -1,7 +1,7 @@
-"""One parameter's AdamW step with torchao's arithmetic: moments as they are or quantised, bf16 parameters rounded stochastically.
+"""One parameter's AdamW step: torch's fused one in float32; else torchao's arithmetic, moments quantised or bf16 rounded stochastically.
 
 Stochastic rounding needs random bits.  They are a hash of a key, the step and the position of the value in the whole parameter.  No
-generator has a state, and a parameter has the same bits on any number of ranks.  Calling these functions needs torchao.
+generator has a state, and a parameter has the same bits on any number of ranks.  All but float32 needs torchao.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from mxep.ops.optimizer.codes import BLOCKS, code_tables, dequantize, quantize
 
@@ -89,21 +90,42 @@ def adamw_step(
         hyperparameters: both betas, weight decay, eps.
         squares: () float64, to which the sum of the gradient's squares, before its division, is added unless the step is skipped.
     """
-    from torchao.optim.adam import single_param_adam
-
     check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf), squares)
     skipped = torch.zeros_like(step) > 0 if found_inf is None else found_inf > 0
     if squares is not None:
         squares += torch.where(skipped, 0.0, gradient.double().square().sum())
+    beta1, beta2, weight_decay, eps = hyperparameters
+    bits = bits_of(parameter, exp_avg, exp_avg_scale)
+    if not bits and parameter.dtype == torch.float32:
+        own = gradient.float() if grad_scale is None else gradient.to(torch.float32, copy=True)  # torch writes the quotients into it
+        adamw(
+            [parameter],
+            [own],
+            [exp_avg],
+            [exp_avg_sq],
+            max_exp_avg_sqs=[],
+            state_steps=[step],
+            fused=True,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        return
+    from torchao.optim.adam import single_param_adam
+
     now = step + 1
     new = parameter.to(torch.float32, copy=True)
-    bits = bits_of(parameter, exp_avg, exp_avg_scale)
     if exp_avg_scale is None or exp_avg_sq_scale is None:
         averages = [moment.to(torch.float32, copy=True) for moment in (exp_avg, exp_avg_sq)]
     else:
         values = code_tables(bits, parameter.device)[0]
         averages = [dequantize(exp_avg, exp_avg_scale, values[0], bits), dequantize(exp_avg_sq, exp_avg_sq_scale, values[1], bits)]
-    beta1, beta2, weight_decay, eps = hyperparameters
     scaled = gradient.float() if grad_scale is None else gradient.float() / grad_scale
     single_param_adam(new, scaled, now, *averages, None, lr, beta1, beta2, weight_decay, eps, IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False)
     old, after = [parameter, exp_avg, exp_avg_sq, step], [new, *averages, now]

@@ -1,8 +1,8 @@
-"""AdamW with torchao's quantised moments, and with bf16 parameters whose updates are rounded stochastically.
+"""AdamW: in float32, with torchao's quantised moments, and with bf16 parameters whose updates are rounded stochastically.
 
-The arithmetic is torchao's: AdamW in float32, 8-bit and 4-bit codes with a scale for each block.  The operator `adamw_step` updates a
-parameter.  It also divides the gradient by clipping's factor, and leaves everything as it was if the step is skipped, without the host.  On
-a GPU it is one kernel, on a CPU it calls torchao's functions.
+The operator `adamw_step` updates a parameter.  It also divides the gradient by clipping's factor, and leaves everything as it was if the
+step is skipped, without the host.  On a GPU it is one kernel.  On a CPU float32 is torch's fused step, all else torchao's functions: AdamW
+in float32, 8-bit and 4-bit codes with a scale for each block.
 
 Stochastic rounding needs random bits.  They are a hash of the run's seed, the parameter's name, the step and the position of the value in
 the whole parameter.  No generator has a state that a checkpoint would have to keep, replicas of a parameter stay equal, and a run resumes
@@ -27,8 +27,11 @@ from mxep.train.state_precision import StatePrecision, zeros_by_block
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class LowMemoryAdamW(torch.optim.Optimizer):
+class AdamW(torch.optim.Optimizer):
     """AdamW for what `StatePrecision` names; parameters and gradients are plain tensors or DTensors, on any meshes.
+
+    AdamW is elementwise, so each shard is updated on its own.  A fused step of torch on the DTensors themselves leaks one DTensorSpec per
+    parameter and step in host memory (pytorch issue 188174), and refuses parameters on several meshes.
 
     Its state is plain tensors and DTensors: "exp_avg" and "exp_avg_sq" in the parameter's dtype, or "exp_avg_codes", "exp_avg_scale",
     "exp_avg_sq_codes" and "exp_avg_sq_scale" of quantised moments, and "step" on the parameter's device.  All of it is made here.
@@ -70,7 +73,9 @@ class LowMemoryAdamW(torch.optim.Optimizer):
                 except ValueError as error:
                     raise ValueError(f"optimizer: {name}: {error}") from error
                 self._keys[parameter] = zlib.crc32(f"{seed}/{name}".encode())
-                self._runs[parameter] = _runs(parameter.shape, local_shard(parameter)[1])
+                local, region = local_shard(parameter)  # only rounding asks where a shard lies
+                rounds = parameter.dtype == torch.bfloat16
+                self._runs[parameter] = _runs(parameter.shape, region) if rounds else (local.numel(), local.numel(), 0)
 
     def init_state(self, parameter: nn.Parameter) -> None:
         """Moments of zeros. Raises ValueError if the parameter's shard ends within a block."""

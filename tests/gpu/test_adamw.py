@@ -11,14 +11,14 @@ import torch
 from tests.steps import done, same, state_of
 from torch import nn
 
+from mxep.train.adamw import AdamW
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
-from mxep.train.low_memory_adamw import LowMemoryAdamW
 from mxep.train.state_precision import StatePrecision
 from mxep.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
-KINDS = [StatePrecision("adamw8bit", "bfloat16"), StatePrecision("adamw4bit"), StatePrecision("adamw", "bfloat16")]
+KINDS = [StatePrecision("adamw8bit", "bfloat16"), StatePrecision("adamw4bit"), StatePrecision("adamw", "bfloat16"), StatePrecision()]
 
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)
@@ -30,7 +30,7 @@ def test_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
         made = {
             name: nn.Parameter(torch.randn(shape).to(device, precision.torch_dtype)) for name, shape in (("a", (512, 256)), ("b", (64,)))
         }
-        optimizer = LowMemoryAdamW([{"params": list(made.items()), "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, precision)
+        optimizer = AdamW([{"params": list(made.items()), "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, precision)
         optimizer.grad_scale, optimizer.found_inf = (torch.full((), value, device=device) for value in (2.0, 0.0))
         for step in range(3):
             for parameter in made.values():
