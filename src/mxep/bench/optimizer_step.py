@@ -63,8 +63,8 @@ def _mover(setting: Setting, T: int, D: int, arm: str, precision: StatePrecision
 
 
 def _first_update(values: Tensor, grad: Tensor) -> Tensor:
-    """(T, D) float64 after one step of torch's AdamW; its first update does not depend on the scale of the gradient."""
+    """(T, D) float64 after one step of torch's AdamW."""
     parameter = nn.Parameter(values.double())
-    parameter.grad = grad.double()
-    torch.optim.AdamW([parameter], lr=_LR, betas=BETAS, eps=0.0, weight_decay=_DECAY, foreach=False).step()
+    parameter.grad = grad.double() / _DIVISOR
+    torch.optim.AdamW([parameter], lr=_LR, betas=BETAS, weight_decay=_DECAY, foreach=False).step()
     return parameter.detach()
