@@ -136,7 +136,7 @@ def test_the_plot_of_curves_has_a_column_for_each_run(tmp_path: Path, monkeypatc
     plots.train_curves([record for record in records if training.runs_of(record)], tmp_path)
     plots.draw({"train": records}, tmp_path)
     losses, speeds = [training.LEAST_STEPS] * 6, [MIN_RUNS] * 6
-    titles = [f"{name}, forced balance, 4 x H200" for name in ("dsv3_16b", "other")]
+    titles = [f"{name}, full recomputation, forced balance, 4 x H200" for name in ("dsv3_16b", "other")]
     assert shown == [[(titles[0], losses), (titles[1], losses), ("", speeds), ("", speeds)]] * 2
 
 
@@ -157,8 +157,31 @@ def test_the_plot_of_a_step_shows_the_most_ranks(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(plots, "_save", save)
     for chosen in (records[:2], records):
         plots.draw({"train": chosen}, tmp_path)
-    whole, half = (f"{name}, forced balance, 4 x H200" for name in ("whole", "half"))
+    whole, half = (f"{name}, full recomputation, forced balance, 4 x H200" for name in ("whole", "half"))
     assert shown == [[(whole, "bf16", "mxfp8")], [(whole, "bf16", "mxfp8"), (half, "bf16", "mxfp8")]]
+
+
+def test_steps_of_one_gpu_have_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the records with the most tokens."""
+    write_traces(tmp_path)
+    records = [
+        training.record_of({"mxfp8": metrics(slow, world), "bf16": metrics(0.15, world)}, tmp_path, "some", "h200")
+        for slow, world in ((0.1, 1), (0.1, 1), (0.1, 1), (0.1, 4))
+    ]
+    records[0]["shape"]["T"] //= 2
+    for parts in records[1]["steps"].values():
+        parts["parts_ms"] = {part: 3 * ms for part, ms in parts["parts_ms"].items()}
+    shown = {}
+
+    def save(figure: Figure, name: str, folder: Path) -> Path:
+        shown[name] = [axes.get_xlim()[1] for axes in figure.axes]
+        return folder / name
+
+    monkeypatch.setattr(plots, "_save", save)
+    plots.draw({"train": records}, tmp_path)
+    assert len(shown["train_step"]) == 1
+    first, second = shown["train_step_one_gpu"]
+    assert first == second >= sum(records[1]["steps"]["bf16"]["parts_ms"].values())
 
 
 def test_a_record_of_layers_as_one_function(tmp_path: Path) -> None:

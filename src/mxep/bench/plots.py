@@ -181,13 +181,24 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
 
 
 def _training_title(record: Record) -> str:
-    """Title of a training's panel: model, routing and machine."""
-    return f"{record['model']['name']}, {routing_of(record)}, {record_place(record)}"
+    """Title of a training's panel: model, recomputation, routing and machine."""
+    options = record["options"]
+    words = [record["model"]["name"], f"{options['activation_checkpoint']} recomputation", routing_of(record), record_place(record)]
+    words += ["MXFP8 linears and logits"] if options.get("output_recipe") else []
+    return ", ".join(words)
 
 
 def train_step(records: Sequence[Record], folder: Path) -> Path:
     """A training step's time by its parts on the most ranks: a panel for each run, a bar for each arm, the longest first."""
-    chosen = of_most_ranks(records)
+    return _step_parts(of_most_ranks(records), "train_step", folder)
+
+
+def train_step_one_gpu(records: Sequence[Record], folder: Path) -> Path:
+    """The same of one GPU, with one scale for all runs: models before and after a change stand one above the other."""
+    return _step_parts(sorted(records, key=lambda record: record["model"]["name"]), "train_step_one_gpu", folder, one_scale=True)
+
+
+def _step_parts(chosen: Sequence[Record], name: str, folder: Path, one_scale: bool = False) -> Path:
     arms = [len(record["arms"]) for record in chosen]
     figure, _ = _axes(8.5, 1.0 + sum(0.85 + 0.32 * count for count in arms), len(chosen), arms)
     colours = {part: f"C{index}" for index, part in enumerate(PARTS)} | {IDLE: "white"}
@@ -198,10 +209,15 @@ def train_step(records: Sequence[Record], folder: Path) -> Path:
     for axes, record in zip(figure.axes, chosen, strict=True):
         bars = [(arm, {part: record["steps"][arm]["parts_ms"][part] for part in colours}) for arm in record["arms"]]
         _stacked_bars(axes, sorted(bars, key=lambda bar: -sum(bar[1].values())), style, first=axes is figure.axes[0])
-        axes.set_title(_training_title(record), loc="left", fontsize=10)
-    figure.axes[-1].set_xlabel("ms of a traced step on rank 0 (each panel has its own scale); exchange: only the exposed time")
+        axes.set_title(_training_title(record), loc="left", fontsize=9)
+    if one_scale:
+        right = max(axes.get_xlim()[1] for axes in figure.axes)
+        for axes in figure.axes:
+            axes.set_xlim(0, right)
+    scales = "one scale" if one_scale else "each panel has its own scale"
+    figure.axes[-1].set_xlabel(f"ms of a traced step on rank 0 ({scales}); exchange: only the exposed time")
     figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
-    return _save(figure, "train_step", folder)
+    return _save(figure, name, folder)
 
 
 def train_curves(records: Sequence[Record], folder: Path) -> Path:
@@ -231,6 +247,9 @@ def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
         drawn.append(convergence(runs, folder))
     if runs := [record for record in records.get("train", []) if all(step["parts_ms"] for step in record["steps"].values())]:
         drawn.append(train_step(runs, folder))
+        if alone := [run for run in runs if run["world_size"] == 1 and run["device"] != "cpu"]:
+            most = max(run["shape"]["T"] for run in alone)
+            drawn.append(train_step_one_gpu([run for run in alone if run["shape"]["T"] == most], folder))
     if runs := [record for record in records.get("train", []) if runs_of(record)]:
         drawn.append(train_curves(runs, folder))
     return drawn

@@ -40,6 +40,7 @@ _GUIDES = (
     "howto/torchtitan",
     "training",
     "training/results",
+    "training/optimizers",
     "howto/transformers",
     "howto/finetune",
     "howto/lora",
