@@ -266,6 +266,7 @@ def test_adamw_hands_structures_to_its_kernel(driver: Driver, monkeypatch: pytes
     launcher = importlib.import_module("mxep.ops.optimizer.adamw_step")
     monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(launcher, "compute_capability", lambda index: (9, 0))
+    monkeypatch.setattr(launcher, "_problem", lambda index: None)
     monkeypatch.setattr(nvrtc, "current_gpu", lambda: None)
     parameter, gradient, average, squares = (torch.zeros(512, dtype=torch.bfloat16) for _ in range(4))
     step, lr = torch.zeros(()), torch.ones(())

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from mxep.ops.optimizer import adamw_step as adamw_launcher
 from mxep.ops.optimizer import reference as optimizer_reference
 from mxep.train import adamw, state_precision
 from mxep.train.adamw import AdamW
@@ -113,6 +114,53 @@ def test_float32_is_torchs_fused_step(grad_scale: float | None) -> None:
     for name, parameter in ours.items():
         assert torch.equal(parameter, theirs[name]), name
         assert all(torch.equal(value, reference.state[theirs[name]][key]) for key, value in optimizer.state[parameter].items()), name
+
+
+@pytest.mark.parametrize("precision", [StatePrecision(), *KINDS], ids=str)
+def test_a_state_dict_that_is_loaded_goes_on(precision: StatePrecision) -> None:
+    parameters, again = (parameters_of(precision.torch_dtype) for _ in range(2))
+    optimizer, other = optimizer_of(parameters, precision), optimizer_of(again, precision)
+    stepped(parameters, optimizer, range(2))
+    other.load_state_dict(optimizer.state_dict())
+    for name, parameter in again.items():
+        parameter.data.copy_(parameters[name].detach())
+    for each in ((parameters, optimizer), (again, other)):
+        stepped(*each, range(2, 4))
+    assert all(torch.equal(parameter, parameters[name]) for name, parameter in again.items())
+    wrong = optimizer.state_dict()
+    wrong["state"][1] = {**wrong["state"][1], "step": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"optimizer: state 1 is .*want"):
+        other.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("parameter", [torch.zeros(4, 3).t(), torch.zeros(4, dtype=torch.float16)], ids=["transposed", "float16"])
+def test_parameters_that_it_cannot_step(parameter: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"optimizer: p is .*want contiguous bfloat16 or float32"):
+        optimizer_of({"p": nn.Parameter(parameter)}, StatePrecision())
+
+
+def test_a_gpu_without_the_kernel_takes_torchs_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32; everything else is an error."""
+    monkeypatch.setattr(adamw_launcher, "_problem", lambda device: "a GPU of SM75, want SM80 or later")
+    results = []
+    for step in (optimizer_reference.adamw_step, adamw_launcher.adamw_step):
+        parameter, *moments = torch.ones(8), torch.zeros(8), torch.zeros(8)
+        scalars = torch.zeros(()), torch.tensor(1e-2), torch.tensor(2.0), torch.tensor(0.0)
+        step(parameter, torch.arange(8.0), *moments, None, None, *scalars, 5, (8, 8, 0), (0.9, 0.95, 0.1, 1e-8))
+        results.append((parameter, *moments))
+    assert all(map(torch.equal, *results))
+    values = [torch.zeros(8, dtype=torch.bfloat16) for _ in range(4)]
+    with pytest.raises(ValueError, match=r"SM75.*--optimizer adamw --dtype float32"):
+        adamw_launcher.adamw_step(*values, None, None, *scalars, 5, (8, 8, 0), (0.9, 0.95, 0.1, 1e-8))
+
+
+def test_found_inf_above_zero_skips_a_step() -> None:
+    parameters = parameters_of(torch.float32)
+    optimizer = optimizer_of(parameters, StatePrecision())
+    optimizer.found_inf, before = torch.tensor(2.0), {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    stepped(parameters, optimizer, range(1))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in parameters.items())
+    assert all(float(state["step"]) == 0 for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.ranks import RankError, run_ranks
 
+import mxep.train.adamw
 import mxep.train.checkpoint
 import mxep.train.checkpoint_writer
 import mxep.train.distributed
@@ -34,7 +35,7 @@ STEPS = 4
 # Where a rank dies: (module or class, name of what is called there, which call, steps whose checkpoints are complete). Calls are those of
 # the checkpoints, not those that replace other files.
 MOMENTS: dict[str, tuple[Any, str, int, list[int]]] = {
-    "in a step": (torch.optim.AdamW, "step", 3, [2]),
+    "in a step": (mxep.train.adamw.AdamW, "step", 3, [2]),
     "while tensors are written": (mxep.train.checkpoint.dcp, "save", 2, [1]),
     "before the manifest": (Path, "write_bytes", 2, [1]),
     "before the name": (os, "replace", 2, [1]),

@@ -183,7 +183,8 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
 def _training_title(record: Record) -> str:
     """Title of a training's panel: model, recomputation, routing and machine."""
     options = record["options"]
-    words = [record["model"]["name"], f"{options['activation_checkpoint']} recomputation", routing_of(record), record_place(record)]
+    recomputed = {"none": "no"}.get(options["activation_checkpoint"], options["activation_checkpoint"])
+    words = [record["model"]["name"], f"{recomputed} recomputation", routing_of(record), record_place(record)]
     words += ["MXFP8 linears and logits"] if options.get("output_recipe") else []
     return ", ".join(words)
 

@@ -35,7 +35,7 @@ from mxep.train.config import TrainConfig, split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
 from mxep.train.option_parser import field_of, read_options, read_toml
-from mxep.train.rank_control import GUARD_VARIABLE, stop_signals
+from mxep.train.rank_control import GUARD_VARIABLE, describe_guard, stop_signals
 from mxep.train.resolved_config import ResolvedConfig, resolve
 from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
 
@@ -358,7 +358,7 @@ class RunPool:
         """Waits for all processes; returns the runs that failed, with their exit status. `progress` describes all runs in a line."""
         said = time.monotonic()
         guard, kept_open = os.pipe()
-        self.environment[GUARD_VARIABLE] = str(guard)
+        self.environment[GUARD_VARIABLE] = describe_guard(guard)
         with stop_signals(self._on_signal):
             try:
                 while self.running or (self.waiting and self.stopping_since is None):

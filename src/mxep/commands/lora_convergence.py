@@ -77,6 +77,8 @@ def command(argv: Sequence[str]) -> int:
                 run.folder.mkdir(exist_ok=True)
                 lock = lock_run_folder(run.folder, say, starter_pid())
                 try:
+                    if asked_to_stop():
+                        break
                     _train(run, options, sequences, held_out, device, asked_to_stop)
                 finally:
                     lock.release()

@@ -68,14 +68,18 @@ class AdamW(torch.optim.Optimizer):
         self._runs: dict[nn.Parameter, tuple[int, int, int]] = {}  # of this rank's shards; to find them takes longer than a step
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                local = local_tensor(parameter)
+                if local.dtype not in (torch.bfloat16, torch.float32) or not local.is_contiguous():
+                    got = f"{local.dtype} with strides {local.stride()}"
+                    raise ValueError(f"optimizer: {name} is {got}, want contiguous bfloat16 or float32; make it so before")
                 try:
                     self.init_state(parameter)
                 except ValueError as error:
                     raise ValueError(f"optimizer: {name}: {error}") from error
                 self._keys[parameter] = zlib.crc32(f"{seed}/{name}".encode())
-                local, region = local_shard(parameter)  # only rounding asks where a shard lies
-                rounds = parameter.dtype == torch.bfloat16
-                self._runs[parameter] = _runs(parameter.shape, region) if rounds else (local.numel(), local.numel(), 0)
+                self._runs[parameter] = local.numel(), local.numel(), 0
+                if local.dtype == torch.bfloat16:  # only rounding asks where a shard lies
+                    self._runs[parameter] = _runs(parameter.shape, local_shard(parameter)[1])
 
     def init_state(self, parameter: nn.Parameter) -> None:
         """Moments of zeros. Raises ValueError if the parameter's shard ends within a block."""
@@ -93,6 +97,27 @@ class AdamW(torch.optim.Optimizer):
         self.state[parameter] = state
 
     @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy what `state_dict()` returned into the state, in its own dtypes and on its own devices.
+
+        Raises:
+            ValueError: it is of other parameters or of another precision.
+        """
+        state = self.state
+        super().load_state_dict({**state_dict, "state": {}})  # which would cast codes and scales to the parameter's dtype
+        self.state = state
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            found, own = state_dict["state"].get(number, {}), state[parameter]
+            if {key: value.shape for key, value in found.items()} != {key: value.shape for key, value in own.items()}:
+                got = {key: tuple(value.shape) for key, value in found.items()}
+                want = {key: tuple(value.shape) for key, value in own.items()}
+                raise ValueError(f"optimizer: state {number} is {got}, want {want}; load a state of the same precision and parameters")
+            for key, value in own.items():
+                value.copy_(found[key])
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None
@@ -105,7 +130,7 @@ class AdamW(torch.optim.Optimizer):
     def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
         """Update one parameter of that group, which has a gradient; `squares`, () float64, grows by the squares of this rank's part."""
         state = self.state[parameter]
-        local, gradient = local_tensor(parameter.detach()), local_tensor(parameter.grad)  # type: ignore[arg-type]
+        local, gradient = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
             return
         lr, codes = group["lr"], "" if "exp_avg" in state else "_codes"

@@ -31,6 +31,7 @@ from mxep.train.rank_control import (
     GUARD_VARIABLE,
     STOP_SIGNALS,
     STORE_VARIABLE,
+    describe_guard,
     is_second_request,
     stop_signals,
     watch_starter,
@@ -191,7 +192,7 @@ def _start(argv: Sequence[str], rank: int, world: int, device_type: str, scratch
     """Start one rank in its own session, so that only this process gets Ctrl-C. Rank 0 prints; the others write to a log file."""
     environment = dict(os.environ)
     environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    environment |= {STORE_VARIABLE: str(scratch / "store"), FAILURES_VARIABLE: str(scratch), GUARD_VARIABLE: str(guard)}
+    environment |= {STORE_VARIABLE: str(scratch / "store"), FAILURES_VARIABLE: str(scratch), GUARD_VARIABLE: describe_guard(guard)}
     environment.pop("MASTER_ADDR", None)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if device_type == "cuda" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(environment):

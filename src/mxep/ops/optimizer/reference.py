@@ -107,7 +107,7 @@ def adamw_step(
             state_steps=[step],
             fused=True,
             grad_scale=grad_scale,
-            found_inf=found_inf,
+            found_inf=None if found_inf is None else skipped.float(),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
