@@ -47,9 +47,11 @@ def _mover(setting: Setting, T: int, D: int, arm: str, precision: StatePrecision
     model = nn.ParameterDict({"weight": nn.Parameter(values)})
     weight = model["weight"]
     weight.grad = grad
-    optimizer: Any = build_optimizer(model, _LR, _DECAY, precision)
+    optimizer: Any
     if arm == _TORCH:
         optimizer = torch.optim.AdamW([weight], _LR, BETAS, weight_decay=_DECAY, fused=True, capturable=True)
+    else:
+        optimizer = build_optimizer(model, _LR, _DECAY, precision)
     optimizer.grad_scale = torch.full((), _DIVISOR, device=setting.device)
     moved = 3 * values.nbytes + 2 * precision.moment_bytes(values.shape, values.numel()) + grad.nbytes * (arm == _TORCH)
 
