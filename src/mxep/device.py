@@ -205,7 +205,9 @@ def peak_bf16_flops(device: torch.device) -> float | None:
 
 
 def host_identity() -> str:
-    """The same text on all processes of one machine, another one on every other machine."""
+    """The same text on all processes of one machine, another one on every other machine; `NCCL_HOSTID` names it, as for NCCL."""
+    if named := os.environ.get("NCCL_HOSTID"):
+        return named
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

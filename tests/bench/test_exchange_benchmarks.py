@@ -8,7 +8,7 @@ from tests.bench_cases import CPU, FAST, check_schema
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
-from mxep.bench import a2a, layer, markdown_tables, registry, timing
+from mxep.bench import a2a, imbalance, layer, markdown_tables, registry, timing
 from mxep.cli import main
 from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
@@ -56,6 +56,26 @@ def test_layer_on_two_ranks() -> None:
     assert "| mxfp8 | 1.00 ms | 2.50 ms | 0.25 ms | 0.00 ms |" in last
     for table in markdown_tables.layer_tables(records).split("\n\n"):
         assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_uneven_loads_of_two_ranks() -> None:
+    """A rank with 300 of 400 rows works 4 ms, the other one 2: 0.01 ms a row, and of a layer of 10 ms the busiest rank costs 1 ms."""
+    record = {**run_ranks(_layer_rank, 2)[0][1], "device": "h100", "busy_ms": {"mxfp8": [4.0, 2.0]}}
+    assert len(record["choices"]) == record["shape"]["E"]
+    assert sum(record["choices"]) == record["shape"]["T_global"] * record["shape"]["C"]
+    record["choices"] = [200, 50, 25, 25, 60, 20, 10, 10]
+    record["arms"]["mxfp8_total"]["median_ms"] = 10.0
+    table = markdown_tables.layer_tables([record]).split("\n\n")[-1]
+    row = table.splitlines()[-1]
+    assert "| 10.00 ms | 1.50 | 4.00 / 3.00 ms | 1.00 ms, 10% | 0.60 ms, 6% | 0.95 ms, 10% | 0.90 ms, 9% |" in row
+    assert row.endswith("| 1.00 ms, 10% |"), "an even load saves what the busiest rank costs"
+
+
+def test_placements_of_hot_experts() -> None:
+    assert imbalance.rows_of_ranks([200, 50, 25, 25, 60, 20, 10, 10], 2) == [300, 100]
+    assert imbalance.rows_of_slowest([200, 50, 25, 25, 60, 20, 10, 10], 2) == 240, "the hottest one, with the three coldest"
+    assert imbalance.rows_of_slowest([9, 1, 1, 1], 4, copies=1) == 9 / 4 + 1, "three experts left for four ranks"
+    assert set(imbalance.saved_ms([5, 5], [1.0, 3.0]).values()) == {0.0}, "no difference of rows explains that of the times"
 
 
 def test_layer_that_one_gpu_cannot_hold() -> None:

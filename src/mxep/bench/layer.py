@@ -28,8 +28,8 @@ from torch.distributed import ProcessGroup
 from mxep.bench.accuracy import db_problem, sqnr_db
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, Timing, host_facts, run_arm
-from mxep.bench.training import exposed_ms, trace_of
+from mxep.bench.timing import Arm, Timing, gathered, host_facts, run_arm
+from mxep.bench.training import IDLE, exposed_ms, step_parts, trace_of
 from mxep.comm.collective import resolve_group
 from mxep.device import total_memory
 from mxep.fused.layer import FusedMoE, saved_bytes
@@ -265,26 +265,34 @@ class LayerProblem:
         self._clear()
         layer.reset_load()
         layer(self.tokens[""])
-        load = layer.tokens_per_expert
+        load = layer.tokens_per_expert.clone()
+        of_ranks = gathered(load.tolist(), self.setting.device, self.setting.group)
         self._clear()
-        facts = {"saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
+        facts: dict[str, Any] = {"saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
+        facts["choices"] = [int(sum(counts)) for counts in zip(*of_ranks, strict=True)]
         facts |= host_facts({arm: partial(run_arm, self.stages(arm)) for arm in self.layers}, self.setting.device, _HOST_BATCH)
         self._clear()
         if self.setting.device.type == "cuda":
-            facts["exposed_ms"] = {arm: self.exposed(arm) for arm in self.exchanging}
+            traced = {arm: self.traced(arm) for arm in self.exchanging}
+            facts["exposed_ms"] = {arm: exposed for arm, (exposed, _) in traced.items()}
+            facts["busy_ms"] = {arm: busy for arm, (_, busy) in traced.items()}
         return {**self.found, **facts}
 
-    def exposed(self, arm: str) -> dict[str, float]:
-        """Exposed milliseconds of each exchange, in one forward and backward on this rank, by the profiler's trace."""
+    def traced(self, arm: str) -> tuple[dict[str, float], list[float]]:
+        """Of one forward and backward, by the profiler's trace: exposed milliseconds of each exchange on this rank, and the milliseconds
+        in which each rank's GPU works on something else than exchanges."""
         stages = self.stages(arm)
         found: dict[str, float] = {}
+        busy = 0.0
         for stage, names in _EXCHANGES_OF.items():
             if self.setting.group is not None:
                 dist.barrier(self.setting.group)
             torch.cuda.synchronize(self.setting.device)
-            found |= dict(zip(names, exposed_ms(trace_of(stages[stage], self.setting.device)), strict=True))
+            events = trace_of(stages[stage], self.setting.device)
+            found |= dict(zip(names, exposed_ms(events), strict=True))
+            busy += sum(ms for part, ms in step_parts(events).items() if part not in ("exchange", IDLE))
         self._clear()
-        return found
+        return found, [round(ms, 4) for (ms,) in gathered([busy], self.setting.device, self.setting.group)]
 
     def arms(self) -> dict[str, Arm]:
         names = [*self.exchanging, *self.alone]

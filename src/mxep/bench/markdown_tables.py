@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mxep.bench import dense_linears, finetune, peers, published, transformers, transformers_step
+from mxep.bench.imbalance import COPIES, rows_of_ranks, saved_ms
 from mxep.bench.layer import BASELINES, EXCHANGES
 from mxep.bench.plots import PIPELINE_BASELINES
 from mxep.bench.records import (
@@ -340,7 +341,33 @@ def layer_tables(records: Records) -> str:
     ]
     if exposed:
         parts.append(markdown(_bars(title, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)), exposed))
+    if uneven := [record for record in records if record["routing"] == "zipf" and "busy_ms" in record and record["world_size"] > 1]:
+        parts.append(_imbalance_table(uneven))
     return "\n\n".join(parts)
+
+
+def _imbalance_table(records: Records) -> str:
+    """What the slowest rank of a layer in MXFP8 costs, and what other placements of the experts would save."""
+    rows = []
+    for record in records:
+        shape, busy, whole = record["shape"], record["busy_ms"]["mxfp8"], median_ms(record)["mxfp8_total"]
+        of_ranks = rows_of_ranks(record["choices"], record["world_size"])
+        size = " / ".join(str(shape[key]) for key in ("T_global", "D", "H", "E", "C"))
+        cost = max(busy) - statistics.fmean(busy)
+        saved = saved_ms(record["choices"], busy)
+        rows.append(
+            [
+                f"{record_place(record)}, {size}",
+                f"{whole:.2f} ms",
+                f"{max(of_ranks) / statistics.fmean(of_ranks):.2f}",
+                f"{max(busy):.2f} / {statistics.fmean(busy):.2f} ms",
+                f"{cost:.2f} ms, {cost / whole:.0%}",
+                *(f"{ms:.2f} ms, {ms / whole:.0%}" for ms in saved.values()),
+            ]
+        )
+    placements = ("sorted by load", *(f"{copies} on every rank" for copies in COPIES), "all rows split evenly")
+    columns = "a layer | rows, busiest rank / mean | working, busiest rank / mean | the busiest rank costs"
+    return markdown(_bars("Zipf, T of all ranks / D / H / E / C", columns, *(f"saved: {name}" for name in placements)), rows)
 
 
 def _kept_gib(audit: dict[str, int]) -> float:
@@ -380,7 +407,7 @@ def standard_error(ours: Sequence[float], baseline: Sequence[float]) -> float:
     """
     if min(len(ours), len(baseline)) < 2:
         return math.nan
-    shares = (statistics.stdev(losses) / statistics.fmean(losses) / math.sqrt(len(losses)) for losses in (ours, baseline))
+    shares = (statistics.stdev(losses) / statistics.statistics.fmean(losses) / math.sqrt(len(losses)) for losses in (ours, baseline))
     return math.hypot(*shares)
 
 
