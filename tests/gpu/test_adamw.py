@@ -49,6 +49,48 @@ def test_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
             assert (found != want).float().mean() < 0.02, "other random bits"
 
 
+def test_small_float32_parameters_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a large one, which takes the kernel: torch's numbers, the bits of steps one by one, gradients as they came, no host sync."""
+    fused, counts, ends = torch._fused_adamw_, [], []
+
+    def counted(parameters: list[torch.Tensor], *rest: Any, **options: Any) -> None:
+        counts.append(len(parameters))
+        fused(parameters, *rest, **options)
+
+    for arm in ("torch", "together", "one by one"):
+        torch.manual_seed(0)
+        made = [nn.Parameter(torch.randn(size, 64, device="cuda")) for size in (*range(1, 150), 1 << 15)]
+        groups = [{"params": [(f"{n}", parameter) for n, parameter in enumerate(made)], "weight_decay": 0.1}]
+        ours = AdamW(groups, 1e-2, (0.9, 0.95), 1e-8, StatePrecision())
+        theirs = torch.optim.AdamW(made, 1e-2, (0.9, 0.95), 1e-8, 0.1, fused=True)
+        for step in range(4):
+            ours.grad_scale = theirs.grad_scale = torch.full((), 3.0, device="cuda")  # type: ignore[attr-defined]
+            ours.found_inf = theirs.found_inf = torch.full((), float(step == 1), device="cuda")  # type: ignore[attr-defined]
+            grads = [torch.randn_like(parameter) for parameter in made]
+            for parameter, grad in zip(made, grads, strict=True):
+                parameter.grad = grad.clone()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if step == 3 and arm != "torch" else "default")
+            try:
+                if arm == "torch":
+                    theirs.step()
+                elif arm == "together":
+                    with monkeypatch.context() as patch:
+                        patch.setattr(torch, "_fused_adamw_", counted)
+                        ours.step()
+                else:
+                    for parameter in made:
+                        ours.step_parameter(parameter, ours.param_groups[0])
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert arm == "torch" or all(torch.equal(parameter.grad, grad) for parameter, grad in zip(made, grads, strict=True))
+        ends.append([parameter.detach() for parameter in made])
+    assert counts == [149] * 4
+    assert all(map(torch.equal, *ends[1:]))
+    for found, want in zip(ends[1], ends[0], strict=True):
+        torch.testing.assert_close(found, want, rtol=2**-20, atol=1e-6)
+
+
 @pytest.mark.parametrize("precision", [StatePrecision(), *KINDS[:1]], ids=str)
 def test_steps_during_backward_are_those_after_it(tmp_path: Path, nccl: torch.device, precision: StatePrecision) -> None:
     """To the bit; a run that stops and resumes has the same bits too."""

@@ -95,7 +95,7 @@ def test_numbers_are_torchaos(precision: StatePrecision, monkeypatch: pytest.Mon
         assert held == precision.moment_bytes(SHAPES[name], parameter.numel())
 
 
-@pytest.mark.parametrize("grad_scale", [None, 4.0])
+@pytest.mark.parametrize("grad_scale", [None, 3.0])
 def test_float32_is_torchs_fused_step(grad_scale: float | None) -> None:
     """To the bit; the gradients keep their values, into which torch's step writes those that it used."""
     ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
@@ -114,6 +114,40 @@ def test_float32_is_torchs_fused_step(grad_scale: float | None) -> None:
     for name, parameter in ours.items():
         assert torch.equal(parameter, theirs[name]), name
         assert all(torch.equal(value, reference.state[theirs[name]][key]) for key, value in optimizer.state[parameter].items()), name
+
+
+@pytest.mark.parametrize("found_inf", [None, 0.0, 2.0])
+@pytest.mark.parametrize("grad_scale", [None, 3.0])
+def test_float32_is_one_call_for_each_group(grad_scale: float | None, found_inf: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit the step of each parameter on its own, also of gradients that are transposed or not there and of empty shards."""
+    fused, counts, ends = torch._fused_adamw_, [], []
+
+    def counted(parameters: list[torch.Tensor], *rest: Any, **options: Any) -> None:
+        counts.append(len(parameters))
+        fused(parameters, *rest, **options)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    for together in (True, False):
+        torch.manual_seed(0)
+        made = [(f"{size}", nn.Parameter(torch.randn(size, 7))) for size in (0, *range(1, 40))]
+        groups = [{"params": made[start::2], "weight_decay": decay} for start, decay in ((0, 0.1), (1, 0.0))]
+        optimizer = AdamW(groups, 1e-2, (0.9, 0.95), 1e-8, StatePrecision())
+        optimizer.grad_scale = None if grad_scale is None else torch.tensor(grad_scale)
+        for step in range(3):
+            optimizer.found_inf = None if found_inf is None else torch.tensor(found_inf * (step == 1))
+            for _, parameter in made[:-2]:
+                parameter.grad = torch.randn(7, len(parameter)).t()
+            if together:
+                optimizer.step()
+                assert counts == [18, 19], "of 20 each, one without a gradient in both groups, an empty one in the first"
+                counts.clear()
+                continue
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        optimizer.step_parameter(parameter, group)
+        ends.append([value for _, p in made for value in (p.detach(), *optimizer.state[p].values())])
+    assert all(map(torch.equal, *ends))
 
 
 @pytest.mark.parametrize("precision", [StatePrecision(), *KINDS], ids=str)
@@ -368,13 +402,27 @@ def test_small_updates_add_up(precision: StatePrecision) -> None:
     assert float(1 - parameter.detach().double().mean()) == pytest.approx(50 * 1e-5, rel=0.1)
 
 
-def test_a_step_changes_the_version() -> None:
-    """So that autograd refuses a second backward through what was saved before it."""
-    parameter = nn.Parameter(torch.ones(64, 128, dtype=KINDS[0].torch_dtype))
-    optimizer = AdamW([{"params": [("p", parameter)], "weight_decay": 0.0}], 1e-3, (0.9, 0.95), 1e-8, KINDS[0])
-    parameter.grad, before = torch.ones_like(parameter), parameter._version
+@pytest.mark.parametrize("precision", [StatePrecision(), KINDS[0]], ids=str)
+def test_a_step_changes_the_version(one_rank: None, precision: StatePrecision) -> None:
+    """So that autograd refuses a second backward through what was saved before it; of a DTensor and of its local tensor."""
+    whole = torch.ones(64, 128)
+    sharded = nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)]))
+    parameters = [nn.Parameter(whole), sharded]
+    optimizer = AdamW([{"params": [*zip("ab", parameters, strict=True)], "weight_decay": 0.0}], 1e-3, (0.9, 0.95), 1e-8, precision)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    written = [*parameters, sharded._local_tensor]
+    before = [tensor._version for tensor in written]
     optimizer.step()
-    assert parameter._version > before
+    assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
+
+
+def test_numbers_are_on_the_parameters_device() -> None:
+    parameters = parameters_of(torch.float32)
+    optimizer = optimizer_of(parameters, StatePrecision())
+    optimizer.found_inf = torch.zeros((), device="meta")
+    with pytest.raises(ValueError, match="adamw_step: a tensor on another device than the parameter's, cpu"):
+        stepped(parameters, optimizer, range(1))
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ The operator `adamw_step` updates a parameter.  It also divides the gradient by 
 step is skipped, without the host.  On a GPU it is one kernel.  On a CPU float32 is torch's fused step, all else torchao's functions: AdamW
 in float32, 8-bit and 4-bit codes with a scale for each block.
 
+Float32 parameters with float32 moments, on a GPU the small ones alone, take torch's fused step of many parameters by one call: so many
+launches and checks would take the host longer than the update.  Steps during backward take it for one parameter, for the same bits.
+
 Stochastic rounding needs random bits.  They are a hash of the run's seed, the parameter's name, the step and the position of the value in
 the whole parameter.  No generator has a state that a checkpoint would have to keep, replicas of a parameter stay equal, and a run resumes
 with the same bits on any number of ranks.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +24,13 @@ from torch import Tensor, nn
 
 from mxep.moe.init import local_shard, local_tensor
 from mxep.operators import direct
+from mxep.ops.optimizer import reference
 from mxep.ops.optimizer.codes import code_tables
+from mxep.ops.optimizer.reference import check_adamw_step, fused_adamw_step
 from mxep.train.state_precision import StatePrecision, zeros_by_block
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOST_SMALL_VALUES = 1 << 20  # on all ranks; the kernel takes an H100 11 us for so many, and the host 22 us for its two launches
 
 
 class AdamW(torch.optim.Optimizer):
@@ -65,6 +71,7 @@ class AdamW(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self._keys: dict[nn.Parameter, int] = {}  # of the random bits
+        self._together: set[nn.Parameter] = set()  # in float32, stepped by one call of torch's
         self._runs: dict[nn.Parameter, tuple[int, int, int]] = {}  # of this rank's shards; to find them takes longer than a step
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -76,6 +83,9 @@ class AdamW(torch.optim.Optimizer):
                     self.init_state(parameter)
                 except ValueError as error:
                     raise ValueError(f"optimizer: {name}: {error}") from error
+                plain = local.dtype == torch.float32 and "exp_avg" in self.state[parameter]
+                if plain and (not local.is_cuda or parameter.numel() <= _MOST_SMALL_VALUES):
+                    self._together.add(parameter)
                 self._keys[parameter] = zlib.crc32(f"{seed}/{name}".encode())
                 self._runs[parameter] = local.numel(), local.numel(), 0
                 if local.dtype == torch.bfloat16:  # only rounding asks where a shard lies
@@ -122,9 +132,16 @@ class AdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
+            together: dict[torch.device, list[nn.Parameter]] = {}
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is None:
+                    continue
+                if parameter in self._together:
+                    together.setdefault(parameter.device, []).append(parameter)
+                else:
                     self.step_parameter(parameter, group)
+            for parameters in together.values():
+                self._step_together(parameters, group)
 
     @torch.no_grad()
     def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
@@ -133,16 +150,17 @@ class AdamW(torch.optim.Optimizer):
         local, gradient = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
             return
-        lr, codes = group["lr"], "" if "exp_avg" in state else "_codes"
+        codes = "" if "exp_avg" in state else "_codes"
         moments = [local_tensor(state[f"{moment}{codes}"]).view(-1) for moment in _MOMENTS]
         scales = [local_tensor(state[f"{moment}_scale"]).view(-1) if codes else None for moment in _MOMENTS]
-        direct.adamw_step(
+        step: Callable[..., None] = reference.adamw_step if parameter in self._together else direct.adamw_step
+        step(
             local.view(-1),
             gradient.reshape(-1),
             *moments,
             *scales,
             state["step"],
-            lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=local.device),
+            _as_tensor(group["lr"], local.device),
             self.grad_scale,
             self.found_inf,
             self._keys[parameter],
@@ -151,6 +169,28 @@ class AdamW(torch.optim.Optimizer):
             squares,
         )
         torch.autograd.graph.increment_version((parameter, local))  # kernels write past autograd
+
+    def _step_together(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update parameters of `_together`, of that group and of one device, which have gradients."""
+        rows = []
+        for parameter in parameters:
+            local = local_tensor(parameter)
+            if local.numel():
+                state, gradient = self.state[parameter], local_tensor(parameter.grad).float().contiguous()  # type: ignore[arg-type]
+                rows.append((local, gradient, *(local_tensor(state[moment]) for moment in _MOMENTS), state["step"]))
+        if not rows:
+            return
+        parts, gradients, first, second, steps = (list(tensors) for tensors in zip(*rows, strict=True))
+        lr = _as_tensor(group["lr"], steps[0].device)
+        one = parts[0].view(-1), gradients[0].view(-1), first[0].view(-1), second[0].view(-1), None, None
+        check_adamw_step(*one, (steps[0], lr, self.grad_scale, self.found_inf))  # the others are alike
+        hyperparameters = (*group["betas"], group["weight_decay"], group["eps"])
+        fused_adamw_step(parts, gradients, first, second, steps, lr, self.grad_scale, self.found_inf, hyperparameters)
+        torch.autograd.graph.increment_version((*parameters, *parts))  # torch's step leaves versions as they are
+
+
+def _as_tensor(lr: float | Tensor, device: torch.device) -> Tensor:
+    return lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
 
 
 def _runs(shape: torch.Size, region: tuple[slice, ...]) -> tuple[int, int, int]:

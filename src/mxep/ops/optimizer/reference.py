@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from mxep.ops.optimizer.codes import BLOCKS, code_tables, dequantize, quantize
 
@@ -97,25 +96,8 @@ def adamw_step(
     beta1, beta2, weight_decay, eps = hyperparameters
     bits = bits_of(parameter, exp_avg, exp_avg_scale)
     if not bits and parameter.dtype == torch.float32:
-        own = gradient.float() if grad_scale is None else gradient.to(torch.float32, copy=True)  # torch writes the quotients into it
-        adamw(
-            [parameter],
-            [own],
-            [exp_avg],
-            [exp_avg_sq],
-            max_exp_avg_sqs=[],
-            state_steps=[step],
-            fused=True,
-            grad_scale=grad_scale,
-            found_inf=None if found_inf is None else skipped.float(),
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-        )
+        lists = [parameter], [gradient.float()], [exp_avg], [exp_avg_sq], [step]
+        fused_adamw_step(*lists, lr, grad_scale, found_inf, hyperparameters)
         return
     from torchao.optim.adam import single_param_adam
 
@@ -136,6 +118,47 @@ def adamw_step(
         after[0] = round_stochastically(new, random_bits(positions_of(runs, new), key + now.long()))
     for into, value in zip(old, after, strict=True):
         into.copy_(torch.where(skipped, into, value.to(into.dtype)))
+
+
+def fused_adamw_step(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    lr: Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    hyperparameters: Sequence[float],
+) -> None:
+    """torch's fused step of many parameters by one call, in place.
+
+    torch would write divided gradients back. Here gradients keep their values, and their quotients take as much memory again.
+
+    Args:
+        parameters, gradients, exp_avgs, exp_avg_sqs: contiguous float32 on one device, of any shapes that are not empty.
+        steps: () float32 each.
+        lr, grad_scale, found_inf, hyperparameters: as in `adamw_step`.
+    """
+    beta1, beta2, weight_decay, eps = hyperparameters
+    skipped = None if found_inf is None else (found_inf > 0).float()  # torch skips at 1 alone
+    torch._foreach_add_(steps, 1 if skipped is None else 1 - skipped)
+    torch._fused_adamw_(
+        parameters,
+        gradients if grad_scale is None else torch._foreach_div(gradients, grad_scale),
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=skipped,
+    )
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
