@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ _NOTHING_CAME, _NO_PART = r"nothing from rank 1 for {:g} s", r"a peer's part did
 _START_S = 120  # until rank 1 stops: imports, kernels
 _MARGIN_S = 4
 _END_S = 10  # of a process, beside what it waits for
+_LATER_S = 40  # to tell a process that is late from one that hangs
 
 
 def check_others_end(world: int, device: str, moment: str, name_of_signal: str, timeout_s: float) -> None:
@@ -66,7 +68,8 @@ def _check(ranks: list[subprocess.Popen], outputs: list[Path], folder: Path, wan
     assert struck.exists(), told()
     at = float(struck.read_text())
     # Twice the limit: a stream that is left behind is watched from the error on.
-    assert _within(2 * timeout_s + _END_S, lambda: all(ranks[rank].poll() is not None for rank in others)), "a rank hangs\n" + told()
+    ended = _within(2 * timeout_s + _END_S, lambda: all(ranks[rank].poll() is not None for rank in others))
+    assert ended, f"a rank hangs: {_where([ranks[rank] for rank in others])}\n{told()}"
     for rank in others:
         text = outputs[rank].read_text()
         assert ranks[rank].returncode != 0
@@ -82,6 +85,22 @@ def _check(ranks: list[subprocess.Popen], outputs: list[Path], folder: Path, wan
     assert _within(2 * timeout_s + _END_S, lambda: victim.poll() is not None), "the rank that was stopped hangs\n" + told()
     assert victim.returncode != 0
     assert "ExchangeError: " in outputs[1].read_text(), told()
+
+
+def _where(hanging: list[subprocess.Popen]) -> str:
+    """Where the threads of these processes are for the kernel, and whether they end after all; their outputs get Python's stacks."""
+    threads = []
+    for process in hanging:
+        for task in sorted(Path(f"/proc/{process.pid}/task").glob("*")):
+            with contextlib.suppress(OSError):
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                threads.append(f"{process.pid}/{task.name} {(task / 'comm').read_text().strip()} {state} {(task / 'wchan').read_text()}")
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+    started = time.monotonic()
+    ended = _within(_LATER_S, lambda: all(process.poll() is not None for process in hanging))
+    after = time.monotonic() - started
+    return f"{f'ended {after:.0f} s later' if ended else f'not ended {after:.0f} s later either'}; {'; '.join(threads)}"
 
 
 def _within(seconds: float, done: Callable[[], bool]) -> bool:

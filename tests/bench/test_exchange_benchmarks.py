@@ -87,10 +87,24 @@ def test_layer_that_one_gpu_cannot_hold() -> None:
     found = layer.compute_figures(times, layer.SIZES[1], "zipf", 4)
     assert (found["total_vs_nccl_bf16"].value, found["total_vs_nccl_bf16"].limit) == (2.0, 3.0)
     assert not [name for name in found if "scaling" in name]
+    alone = {name: timing for name, timing in times.items() if not name.startswith("local")}
+    none = layer.compute_figures(alone, layer.SIZES[1], "zipf", 4)
+    assert {name: figure.value for name, figure in none.items()} == {name: figure.value for name, figure in found.items()}
+    assert (none["total_vs_nccl_bf16"].limit, none["inference_vs_nccl_bf16"].limit) == (None, None), "no reference without all experts"
     assert (found["router_total_share"].value, found["router_total_share"].limit) == (pytest.approx(0.1), pytest.approx(0.05))
     whole = layer.compute_figures({**times, **{f"one_gpu_{s}": timing.Timing(4.0, 4.0, 4.0, 20) for s in ("total", "forward", "backward")}},
                         layer.SIZES[1], "zipf", 4)  # fmt: skip
     assert (whole["total_vs_nccl_bf16"].limit, whole["scaling_efficiency_forward"].value) == (6.0, pytest.approx(1 / 3))
+
+
+def test_layer_without_memory_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "_FULL", 0)
+    setting = registry.Setting(CPU, quick=True, rounds=FAST, size=layer.parse_size("64,32,32,4,2"))
+    records = registry.run("layer", setting, "", lambda text: None)
+    assert not [arm for arm in records[0]["arms"] if arm.startswith(("local", "one_gpu"))]
+    assert records[0]["ratios"]["total_vs_nccl_bf16"] > 0
+    for table in markdown_tables.layer_tables(records).split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
 def test_layer_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:

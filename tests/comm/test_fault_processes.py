@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+from tests import faults
 from tests.faults import check_others_end
 
 
@@ -11,3 +15,16 @@ from tests.faults import check_others_end
 )
 def test_the_others_end(moment: str, name_of_signal: str) -> None:
     check_others_end(2, "cpu", moment, name_of_signal, timeout_s=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_that_hangs_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import faulthandler, signal, time; faulthandler.register(signal.SIGUSR1); print('ready', flush=True); time.sleep(60)"
+    monkeypatch.setattr(faults, "_LATER_S", 0.5)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout.readline() == "ready\n"
+        told = faults._where([rank])
+        rank.kill()
+        assert "most recent call first" in rank.stderr.read()
+    assert told.startswith("not ended ")
+    assert f"{rank.pid}/{rank.pid} python" in told

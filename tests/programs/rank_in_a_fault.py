@@ -8,6 +8,7 @@ Rank 1 is killed or stopped by itself, so it is known what it had done; the othe
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import signal
@@ -108,6 +109,7 @@ def before_number(number: int, transport: Any, act: Callable[[], None], behind: 
 
 
 def main(rank: int, world: int, folder: Path, device: str, moment: str, name_of_signal: str, timeout_s: float) -> None:
+    faulthandler.register(signal.SIGUSR1)  # a test that finds this rank hanging asks where
     name = (over_gpus if device == "cuda" else over_files)(rank, world, folder, timeout_s)
     transport: Any = transport_of(name, torch.device(device, rank if device == "cuda" else None))
     steps(rank, world, name, 2)  # memory is there from now on
@@ -119,6 +121,7 @@ def main(rank: int, world: int, folder: Path, device: str, moment: str, name_of_
         (folder / "struck.part").write_text(str(time.monotonic()))
         (folder / "struck.part").rename(folder / "struck")
         os.kill(os.getpid(), getattr(signal, name_of_signal))
+        time.sleep(1)  # backward's thread would run on for a moment, since the signal goes to the main thread
 
     def nothing() -> None:
         pass

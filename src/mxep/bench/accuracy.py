@@ -29,7 +29,7 @@ from mxep.recipe import Recipe, resolve_recipe
 
 LEAST_DB = {"out": 28.0, "dx": 26.0, "dw": 25.0}
 ROUTINGS = ("balanced", "random", "starved")
-_CHUNK = 8192  # rows
+_CHUNK = 1 << 26  # values
 
 
 def routing_counts(routing: str, rank: int, num_experts: int, rows: int) -> torch.Tensor:
@@ -79,7 +79,8 @@ def five_blocks(
 def sqnr_db(reference: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup | None) -> float:
     """20 log10(|ref| / |ref - value|) over all ranks of `group`; None: this rank alone."""
     sums = torch.zeros(2, dtype=torch.float64, device=reference.device)
-    for want, got in zip(reference.split(_CHUNK), value.split(_CHUNK), strict=True):  # float64 copies of everything would not fit
+    flat = reference.reshape(-1), value.reshape(-1)
+    for want, got in zip(*(values.split(_CHUNK) for values in flat), strict=True):  # float64 copies of everything would not fit
         sums += torch.stack([want.double().square().sum(), (want.double() - got.double()).square().sum()])
     if group is not None:
         dist.all_reduce(sums, group=group)

@@ -6,9 +6,10 @@ expert as the blocks do (the faster of the two is the baseline); `bf16`, the fus
 fused layer in MXFP8 over this rank's tokens (`local`) and over the tokens of all ranks (`one_gpu`).  All use torch.distributed unless the
 ranks can share memory: then `bf16` and `mxfp8` use symmetric memory (the record's `mxfp8_over` says), and `mxfp8_nccl` is `mxfp8` over
 NCCL.  The time of `mxfp8` beyond that of `local` is exposed network time; `one_gpu` divided by the ranks is the reference.  If one GPU has
-too little memory for the whole work there is no `one_gpu`, and `local` is the reference.  Weights are quantised outside the timing, as once
-per optimizer step.  `router_fp32` and `router_bf16` are the router's GEMM over this rank's tokens, forward and backward, alone; every layer
-contains the first of them, and `router_float32_gemm` is the same by torch's float32 GEMM.
+too little memory for the whole work there is no `one_gpu`, and `local` is the reference; without memory for all experts there is neither.
+Weights are quantised outside the timing, as once per optimizer step.  `router_fp32` and `router_bf16` are the router's GEMM over this
+rank's tokens, forward and backward, alone; every layer contains the first of them, and `router_float32_gemm` is the same by torch's float32
+GEMM.
 
 Routing: all experts equally likely, or by Zipf's law: the router's logits are N(0, 1) around the logarithm of 1/k.
 """
@@ -95,13 +96,15 @@ def parse_size(text: str) -> Size:
     return Size(*numbers)
 
 
-def one_gpu_bytes(size: Size) -> int:
-    """Approximate memory of one GPU that does all the work: weights, their gradients and quantised forms, and rows at their widest.
+def one_gpu_bytes(size: Size, ranks: int = 1) -> int:
+    """Approximate memory of one GPU that has all experts and a rank's tokens: weights, their gradients and quantised forms, and rows at
+    their widest.
 
-    >>> [round(one_gpu_bytes(size) / 2**30) for size in SIZES]
-    [52, 124, 22]
+    >>> [round(one_gpu_bytes(size) / 2**30) for size in SIZES], round(one_gpu_bytes(SIZES[1], ranks=4) / 2**30)
+    ([52, 124, 22], 78)
     """
     T, D, H, E, C = size
+    T //= ranks
     return 3 * E * D * H * 6 + T * C * (8 * H + 5 * D) + 6 * 2 * T * D
 
 
@@ -126,9 +129,15 @@ class LayerProblem:
         popularity = torch.zeros(E) if routing == "balanced" else -torch.arange(1, E + 1).log()
         gate[:, 0] = popularity[torch.randperm(E, generator=torch.Generator().manual_seed(_SEED))].to(device)
         self.gate = torch.nn.Parameter(gate.float())  # as training has it
-        self.all_experts = [torch.nn.Parameter(normal(E, *shape) / shape[-1] ** 0.5) for shape in ((H, D), (D, H), (H, D))]
+        fits = _FULL * total_memory(device)
+        self.alone = [arm for arm, ranks in (("local", setting.world), ("one_gpu", 1)) if one_gpu_bytes(size, ranks) <= fits]
         L, first = E // setting.world, setting.rank * (E // setting.world)
-        self.experts = [torch.nn.Parameter(weight[first : first + L].detach()) for weight in self.all_experts]  # the same memory
+        self.experts, self.all_experts = [], []
+        for shape in ((H, D), (D, H), (H, D)):
+            weight = normal(E, *shape) / shape[-1] ** 0.5
+            own = weight[first : first + L]  # the same memory, unless no arm needs the other experts
+            self.experts.append(torch.nn.Parameter(own if self.alone else own.clone()))
+            self.all_experts += [torch.nn.Parameter(weight)] if self.alone else []
         local = slice(setting.rank * (T // setting.world), (setting.rank + 1) * (T // setting.world))
         self.tokens = {"": whole[local].clone(), "one_gpu": whole}  # a layer that keeps a view would count as keeping all tokens
         self.gradients = {"": normal(T, D)[local].clone(), "one_gpu": normal(T, D)}
@@ -141,10 +150,9 @@ class LayerProblem:
             arm: self._layer(recipe, runtime, self.experts, best if arm in _SHARED else setting.group)
             for arm, (recipe, runtime) in self.exchanging.items()
         }
-        alone = self._layer(*_ARMS["mxfp8"], self.all_experts, None)
-        self.alone = ["local", *(["one_gpu"] if one_gpu_bytes(size) <= _FULL * total_memory(device) else [])]
-        self.layers |= dict.fromkeys(self.alone, alone)
-        self.active = alone.experts
+        if self.alone:
+            self.layers |= dict.fromkeys(self.alone, self._layer(*_ARMS["mxfp8"], self.all_experts, None))
+        self.active = self.layers["mxfp8"].experts
         self.leaf = self.out = self.tokens[""]
         self.found: dict[str, Any] = {}
 
@@ -306,18 +314,20 @@ def compute_figures(times: Mapping[str, Timing], size: Size, routing: str, world
     ms = {name: timing.median_ms for name, timing in times.items()}
     for stage in ("forward", "backward", "total"):
         ms[f"base_{stage}"] = min(ms[f"{arm}_{stage}"] for arm in BASELINES)
-        ms[f"limit_{stage}"] = ms[f"one_gpu_{stage}"] / world if f"one_gpu_{stage}" in ms else ms[f"local_{stage}"]
+        if f"local_{stage}" in ms:
+            ms[f"limit_{stage}"] = ms[f"one_gpu_{stage}"] / world if f"one_gpu_{stage}" in ms else ms[f"local_{stage}"]
+    limit = "limit" if "limit_total" in ms else None
     figures: dict[str, Figure] = {}
     for arm, prefix in (("mxfp8", ""), ("mxfp8_blocks", "blocks_"), ("bf16", "bf16_"), (_NOT_SHARED, "nccl_")):
         if f"{arm}_total" in ms:
-            figures |= speed_ups(ms, arm, "base", "limit", f"{prefix}{{stage}}_vs_nccl_bf16")
+            figures |= speed_ups(ms, arm, "base", limit, f"{prefix}{{stage}}_vs_nccl_bf16")
     for stage in ("forward", "backward") if "one_gpu_total" in ms else ():
         figures[f"scaling_efficiency_{stage}"] = Figure(ms[f"one_gpu_{stage}"] / (world * ms[f"mxfp8_{stage}"]), 1.0)
     for stage in ("forward", "backward", "total"):
         shares = (ms[f"{router}_{stage}"] / ms[f"mxfp8_{stage}"] for router in _ROUTERS)
         figures[f"router_{stage}_share"] = Figure(*shares)
     base = ms["nccl_bf16_inference"]
-    figures["inference_vs_nccl_bf16"] = Figure(base / ms["mxfp8_inference"], base / ms["limit_forward"])
+    figures["inference_vs_nccl_bf16"] = Figure(base / ms["mxfp8_inference"], base / ms["limit_forward"] if limit else None)
     targets = _TARGETS if (size, routing) == (SIZES[0], "balanced") and world >= 4 else {}
     return {name: replace(figure, target=targets.get(name)) for name, figure in figures.items()}
 

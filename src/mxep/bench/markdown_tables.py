@@ -321,13 +321,16 @@ def layer_tables(records: Records) -> str:
         faster = (_ratio_of_limit(record, f"{name}_vs_nccl_bf16") for name in _LAYER_COLUMNS)
         speeds.append([title, *times, record["mxfp8_over"], *faster])
         efficiencies = (f"scaling_efficiency_{stage}" for stage in ("forward", "backward"))
-        beyond = [(ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"], ms[f"mxfp8_{stage}"]) for stage in ("forward", "backward")]
+        beyond = ["", ""]  # without memory for all experts on one GPU
+        if "local_total" in ms:
+            pairs = [(ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"], ms[f"mxfp8_{stage}"]) for stage in ("forward", "backward")]
+            beyond = [f"{part:.2f} ms, {part / whole:.0%}" for part, whole in pairs]
         products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # a rank's forward, in GFLOP; GFLOP per ms = TFLOP/s
         network.append(
             [
                 title,
                 *(f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies),
-                *(f"{part:.2f} ms, {part / whole:.0%}" for part, whole in beyond),
+                *beyond,
                 f"{products / ms['mxfp8_forward']:.0f} / {2 * products / ms['mxfp8_backward']:.0f}",
                 f"{record['world_size'] * 3 * products / ms['mxfp8_total']:.0f}",
                 " / ".join(f"{_kept_gib(record['saved_bytes'][arm]):.2f}" for arm in _KEPT_ARMS if arm in record["saved_bytes"]) + " GiB",
@@ -407,7 +410,7 @@ def standard_error(ours: Sequence[float], baseline: Sequence[float]) -> float:
     """
     if min(len(ours), len(baseline)) < 2:
         return math.nan
-    shares = (statistics.stdev(losses) / statistics.statistics.fmean(losses) / math.sqrt(len(losses)) for losses in (ours, baseline))
+    shares = (statistics.stdev(losses) / statistics.fmean(losses) / math.sqrt(len(losses)) for losses in (ours, baseline))
     return math.hypot(*shares)
 
 
@@ -488,6 +491,9 @@ def trained(record: Record) -> str:
         "MXFP8 as a CUDA graph": "cuda_graph" in options,
         "linear layers in MXFP8": any(step.get("linears") for step in record["steps"].values()),
         f"output projection in {options.get('output_recipe')}": "output_recipe" in options,
+        f"{options.get('dtype')} weights rounded stochastically": "dtype" in options,
+        f"{options.get('optimizer', '').removeprefix('adamw').removesuffix('bit')}-bit states": "optimizer" in options,
+        "stepped during backward": "optimizer_in_backward" in options,
     }
     what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
     return ", ".join([*what, *(text for text, present in named.items() if present)])

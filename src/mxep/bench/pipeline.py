@@ -62,34 +62,44 @@ class Limit:
     Exchanges: packed records of D and N, and rows of D and N in bf16.  GEMMs: dense `torch._scaled_mm` over this rank's rows.  Further
     bytes read and written: quantising x and g; gathering MX rows of both; scattering bf16 rows of both; reading MX rows of both and
     writing their transposes for wgrad.  A rebase for the GEMMs is not counted: a producer can fuse it.
+
+    Its memory is allocated in its first run, when the arms have been checked.
     """
 
     def __init__(self, plan: ExchangePlan, device: torch.device, D: int, N: int) -> None:
+        self.of = plan, device, D, N
+        self.work: dict[str, list[Callable[[], object]]] = {}
+
+    def _prepare(self, plan: ExchangePlan, device: torch.device, D: int, N: int) -> dict[str, list[Callable[[], object]]]:
+        """The exchanges, products and copies of each stage."""
         T, R = sum(plan.input_splits), sum(plan.output_splits)
         there = (plan.output_splits, plan.input_splits, plan.group_name)
         back = (plan.input_splits, plan.output_splits, plan.group_name)
         rows = partial(random_bytes, device=device)
-        self.sent = {
+        sent = {
             "forward": [(rows(T, record_bytes(D)), *there), (rows(R, 2 * N), *back)] if plan.group_name else [],
             "backward": [(rows(T, record_bytes(N)), *there), (rows(R, 2 * D), *back)] if plan.group_name else [],
         }
         mx = 1 + 1 / MX_BLOCK  # bytes of a value
         forward = T * D * (2 + mx) + R * D * 2 * mx + R * N * 4
         backward = T * N * (2 + mx) + R * N * 2 * mx + R * D * 4 + R * (D + N) * (mx + 1)
-        self.copies = {"forward": copy_of(round(forward / 2), device), "backward": copy_of(round(backward / 2), device)}
+        copies = {"forward": copy_of(round(forward / 2), device), "backward": copy_of(round(backward / 2), device)}
         R = max(R // MX_BLOCK * MX_BLOCK, MX_BLOCK)
         x, g, w = (random_fp8(*shape, device) for shape in ((R, D), (R, N), (N, D)))
         x_t, g_t, w_t = (value.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn) for value in (x, g, w))
-        self.products = {"forward": [dense_fp8(x, w)], "backward": [dense_fp8(g, w_t), dense_fp8(g_t, x_t)]}
+        products = {"forward": [dense_fp8(x, w)], "backward": [dense_fp8(g, w_t), dense_fp8(g_t, x_t)]}
+        return {
+            stage: [*(partial(torch.ops.mxep.exchange_rows, *exchange) for exchange in sent[stage]), *products[stage], copies[stage]]
+            for stage in sent
+        }
 
     def stages(self) -> dict[str, Callable[[], object]]:
         """Forward and backward as they are timed."""
         return {stage: partial(self.run, stage) for stage in ("forward", "backward")}
 
     def run(self, stage: str) -> None:
-        for exchange in self.sent[stage]:
-            torch.ops.mxep.exchange_rows(*exchange)
-        for work in (*self.products[stage], self.copies[stage]):
+        self.work = self.work or self._prepare(*self.of)
+        for work in self.work[stage]:
             work()
 
 
@@ -199,6 +209,8 @@ def compute_figures(times: Mapping[str, Timing], D: int, N: int, routing: str) -
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every shape, balanced and by Zipf's law."""
+    if setting.device.type == "cuda":
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # shapes of all sizes use the memory in turn
     shared = symmetric_group(setting.group, setting.device)
     T, L = (256, 4) if setting.tiny else (ROWS, EXPERTS)
     shapes = ((128, 64),) if setting.tiny else SHAPES[1:2] if setting.quick else SHAPES

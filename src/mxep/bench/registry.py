@@ -122,18 +122,18 @@ class Figure:
     target: float | None = None
 
 
-def speed_ups(ms: Mapping[str, float], arm: str, baseline: str, limit: str, name: str) -> dict[str, Figure]:
+def speed_ups(ms: Mapping[str, float], arm: str, baseline: str, limit: str | None, name: str) -> dict[str, Figure]:
     """Speed of an arm's forward, backward and both against the baseline's.
 
     Args:
         ms: milliseconds by arm and stage, "ARM_STAGE".
-        limit: the arm that is the reference: a simpler program that does the unavoidable work.
+        limit: the arm that is the reference: a simpler program that does the unavoidable work.  None: this run has none.
         name: of the figures, with "{stage}" in it.
     """
     figures = {}
     for stage in ("forward", "backward", "total"):
         base = ms[f"{baseline}_{stage}"]
-        figures[name.format(stage=stage)] = Figure(base / ms[f"{arm}_{stage}"], base / ms[f"{limit}_{stage}"])
+        figures[name.format(stage=stage)] = Figure(base / ms[f"{arm}_{stage}"], base / ms[f"{limit}_{stage}"] if limit else None)
     return figures
 
 

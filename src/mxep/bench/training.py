@@ -58,7 +58,7 @@ _OURS = ("recipe", "out", "compare", "resume", "resume_step", "stop_after", "pro
 _RECORDED = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
 # Options that a record contains where they are not the default; older records have none of them.
 _PRECISIONS = ("linear_recipe", "output_recipe")
-_RECORDED_IF_SET = ("mask_documents", "cuda_graph", *_PRECISIONS)
+_RECORDED_IF_SET = ("mask_documents", "cuda_graph", "optimizer", "dtype", "optimizer_in_backward", *_PRECISIONS)
 
 
 class RunFailedError(RuntimeError):

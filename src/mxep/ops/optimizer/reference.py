@@ -142,7 +142,10 @@ def fused_adamw_step(
     """
     beta1, beta2, weight_decay, eps = hyperparameters
     skipped = None if found_inf is None else (found_inf > 0).float()  # torch skips at 1 alone
-    torch._foreach_add_(steps, 1 if skipped is None else 1 - skipped)
+    if skipped is None:
+        torch._foreach_add_(steps, 1)
+    else:  # a list: of one tensor for all torch reads the value on the host
+        torch._foreach_add_(steps, [1 - skipped] * len(steps))
     torch._fused_adamw_(
         parameters,
         gradients if grad_scale is None else torch._foreach_div(gradients, grad_scale),
