@@ -190,7 +190,8 @@ def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.Monke
 def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
     arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in (("bf16", 30.0), ("mxfp8_nccl", 20.0), ("mxfp8", 10.0))}
     blocks, together = "nccl_total_vs_bf16", "total_vs_bf16"
-    record = {"device": "h200", "shape": {"T": 64, "D": 32, "N": 96, "L": 8}, "arms": arms, "limit": {blocks: 2.0, together: 1.8}}
+    place = {"device": "h200", "date": "2026-11-22"}
+    record = {**place, "shape": {"T": 64, "D": 32, "N": 96, "L": 8}, "arms": arms, "limit": {blocks: 2.0, together: 1.8}}
     pipelines = [
         {**record, "world_size": world, "routing": routing, "ratios": {blocks: 1.5, **({together: 3.0} if world == 2 else {})}}
         for world in (2, 4)
@@ -199,7 +200,7 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
     layer_ms = (("nccl_bf16", 9.0), ("nccl_bf16_one_function", 8.0), ("bf16", 6.0), ("mxfp8", 4.0))
     arms = {f"{arm}_total": {"median_ms": ms} for arm, ms in layer_ms}
     layer = {
-        "device": "h200",
+        **place,
         "world_size": 2,
         "routing": "balanced",
         "mxfp8_over": "symmetric",
@@ -218,6 +219,9 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
         "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8, `mxfp8_wgrad_with_mx` | 2 x H200 | 8.0 ms | 4.0 ms | **2.00x** |",
         "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |",
     ]
+    later = {**layers[0], "device": "h100", "date": "2026-11-28"}
+    assert "H100 | 8.0 ms" in report.summary([], [*layers, later], []).splitlines()[-1]
+    assert "H200" not in report.summary([], [later, *layers], []), "what was measured last"
     assert report.overview([], [], [], [], []) == report.summary([], [], []) == ""
     found = {"passed": 5, "failed": 0, "errors": 0, "commit": "abc"}
     sanitized = {"benchmark": "sanitizer_memcheck", "device": "h200", "files": {"push": found, "mail": {**found, "errors": 2}}}
@@ -236,7 +240,7 @@ def test_overview_shows_training_on_the_most_gpus_against_both_baselines() -> No
         options = {"activation_checkpoint": "full", "compile": True, "cache_weights": False}
         arms = {arm.replace("_one", ", one function"): {"median_ms": ms} for arm, ms in step_ms.items()}
         what = {"model": {"name": "small"}, "routing": "forced balance", "shape": {"T": 64}, "options": options}
-        return {"device": "h200", "world_size": world, **what, "arms": arms, "steps": {}}
+        return {"device": "h200", "date": "2026-11-22", "world_size": world, **what, "arms": arms, "steps": {}}
 
     two, four = training(2, mxfp8=4.0, bf16=8.0), training(4, mxfp8=5.0, mxfp8_mx=4.0, bf16_one=6.0, bf16=7.0)
     what = "small, forced balance, 64 tokens a step, full recomputation, compiled"
@@ -244,7 +248,8 @@ def test_overview_shows_training_on_the_most_gpus_against_both_baselines() -> No
         f"| {what}, `mxfp8` | 4 x H200 | 5 ms | 7 ms | **1.40x** | 6 ms | **1.20x** |",
         f"| {what}, `mxfp8_mx` | 4 x H200 | 4 ms | 7 ms | **1.75x** | 6 ms | **1.50x** |",
     ]
-    assert report.summary([], [], [two, four]).splitlines()[2:] == [
+    graphs = {**four, "options": {**four["options"], "cuda_graph": True}}
+    assert report.summary([], [], [two, four, graphs]).splitlines()[2:] == [
         f"| a training step, {what}, `mxfp8` | 4 x H200 | 6 ms | 5 ms | **1.20x** |",
         f"| a training step, {what}, `mxfp8_mx` | 4 x H200 | 6 ms | 4 ms | **1.50x** |",
     ]

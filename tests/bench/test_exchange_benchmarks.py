@@ -65,10 +65,12 @@ def test_uneven_loads_of_two_ranks() -> None:
     assert sum(record["choices"]) == record["shape"]["T_global"] * record["shape"]["C"]
     record["choices"] = [200, 50, 25, 25, 60, 20, 10, 10]
     record["arms"]["mxfp8_total"]["median_ms"] = 10.0
-    table = markdown_tables.layer_tables([record]).split("\n\n")[-1]
-    row = table.splitlines()[-1]
+    costs, placements = markdown_tables.layer_tables([record]).split("\n\n")[-2:]
+    row = costs.splitlines()[-1]
     assert "| 10.00 ms | 1.50 | 4.00 / 3.00 ms | 1.00 ms, 10% | 0.60 ms, 6% | 0.95 ms, 10% | 0.90 ms, 9% |" in row
     assert row.endswith("| 1.00 ms, 10% |"), "an even load saves what the busiest rank costs"
+    assert placements.splitlines()[2].endswith("| 4 | 2.50 | 2.10 | 1.10 | 1.15 | 1.09 |"), "250, 210, 110, 115 and 108.75 of a mean of 100"
+    assert len(placements.splitlines()) == 4, "no more ranks than experts"
 
 
 def test_placements_of_hot_experts() -> None:

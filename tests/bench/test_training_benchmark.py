@@ -104,7 +104,7 @@ def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
     assert record["steps"]["bf16"]["transport"] == "collective"
     table = markdown_tables.train_table([record])
     assert "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over " in table
-    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 30.0% / 30.0% | 25.0% / 25.0% | 35.0% / 35.0%" in table
+    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 2.000 / 2.000 | 30.0% / 30.0% | 25.0% / 25.0% | 35.0% / 35.0%" in table
     assert training.steps_table(record).row_count == 2
     for drawn in plots.draw({"train": [record]}, tmp_path):
         assert drawn.stat().st_size > 5000

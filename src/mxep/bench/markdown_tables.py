@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from mxep.bench import dense_linears, finetune, peers, published, transformers, transformers_step
-from mxep.bench.imbalance import COPIES, rows_of_ranks, saved_ms
+from mxep.bench.imbalance import COPIES, rows_of_ranks, rows_of_slowest, saved_ms
 from mxep.bench.layer import BASELINES, EXCHANGES
 from mxep.bench.plots import PIPELINE_BASELINES
 from mxep.bench.records import (
@@ -27,6 +27,8 @@ from mxep.train.metrics import read_metrics
 
 Records = Sequence[Record]
 Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
+_PLACEMENTS = ("sorted by load", *(f"{copies} on every rank" for copies in COPIES))
+_MORE_RANKS = (4, 8, 16, 32)  # of one routing's loads, by arithmetic
 _ROWS_COLUMNS = {
     "": "from MX bytes",
     "rebased_": "rebased",
@@ -345,12 +347,12 @@ def layer_tables(records: Records) -> str:
     if exposed:
         parts.append(markdown(_bars(title, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)), exposed))
     if uneven := [record for record in records if record["routing"] == "zipf" and "busy_ms" in record and record["world_size"] > 1]:
-        parts.append(_imbalance_table(uneven))
+        parts.append(_imbalance_tables(uneven))
     return "\n\n".join(parts)
 
 
-def _imbalance_table(records: Records) -> str:
-    """What the slowest rank of a layer in MXFP8 costs, and what other placements of the experts would save."""
+def _imbalance_tables(records: Records) -> str:
+    """What the busiest rank of a layer in MXFP8 costs, what other placements of the experts would save, and their loads on more ranks."""
     rows = []
     for record in records:
         shape, busy, whole = record["shape"], record["busy_ms"]["mxfp8"], median_ms(record)["mxfp8_total"]
@@ -368,9 +370,17 @@ def _imbalance_table(records: Records) -> str:
                 *(f"{ms:.2f} ms, {ms / whole:.0%}" for ms in saved.values()),
             ]
         )
-    placements = ("sorted by load", *(f"{copies} on every rank" for copies in COPIES), "all rows split evenly")
     columns = "a layer | rows, busiest rank / mean | working, busiest rank / mean | the busiest rank costs"
-    return markdown(_bars("Zipf, T of all ranks / D / H / E / C", columns, *(f"saved: {name}" for name in placements)), rows)
+    costs = markdown(_bars("Zipf, T of all ranks / D / H / E / C", columns, *(f"saved: {name}" for name in (*_PLACEMENTS, "even"))), rows)
+    rows = []
+    for record, ranks in itertools.product(records, _MORE_RANKS):
+        if ranks > record["shape"]["E"]:
+            continue
+        choices, mean = record["choices"], sum(record["choices"]) / ranks
+        most = [max(rows_of_ranks(choices, ranks)), *(rows_of_slowest(choices, ranks, copies) for copies in (0, *COPIES))]
+        rows.append([f"{record['shape']['E']} experts, top {record['shape']['C']}", str(ranks), *(f"{count / mean:.2f}" for count in most)])
+    columns = _bars("the same loads, busiest rank / mean | ranks | neighbours", *_PLACEMENTS)
+    return costs + "\n\n" + markdown(columns, rows)
 
 
 def _kept_gib(audit: dict[str, int]) -> float:
@@ -468,10 +478,11 @@ def train_table(records: Records) -> str:
                 [f"{record['ratios'][ratio]:.2f}x"],
                 [f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else ""],
                 [f"{step['memory_gib']:.1f}" for step in steps],
+                [f"{step['loss']:.3f}" for step in steps],
                 *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
             ]
             rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
-    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB"
+    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB | loss of the last timed step"
     return markdown(_bars("training | bf16 / other", columns, *UTILIZATIONS.values()), rows)
 
 
@@ -491,7 +502,7 @@ def trained(record: Record) -> str:
         "MXFP8 as a CUDA graph": "cuda_graph" in options,
         "linear layers in MXFP8": any(step.get("linears") for step in record["steps"].values()),
         f"output projection in {options.get('output_recipe')}": "output_recipe" in options,
-        f"{options.get('dtype')} weights rounded stochastically": "dtype" in options,
+        f"{options.get('dtype')} weights": "dtype" in options,
         f"{options.get('optimizer', '').removeprefix('adamw').removesuffix('bit')}-bit states": "optimizer" in options,
         "stepped during backward": "optimizer_in_backward" in options,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,7 @@ def train_curves(records: Sequence[Record], folder: Path) -> Path:
     figure, axes = _axes(6.5 * len(chosen), 6.5, 2, (3, 2), len(chosen))
     for (loss, speed), record in zip(axes.reshape(2, -1).T, chosen, strict=True):
         draw_comparison(loss, speed, runs_of(record), slice(COUNTED.start, -record.get("traced_steps", 1)))  # older records: one
-        loss.set_title(_training_title(record), loc="left", fontsize=10)
+        loss.set_title(textwrap.fill(_training_title(record), 64), loc="left", fontsize=10)
         speed.sharex(loss)
     return _save(figure, "train_curves", folder)
 

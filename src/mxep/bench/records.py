@@ -92,6 +92,16 @@ def of_most_ranks(records: Sequence[Record]) -> list[Record]:
     return [record for record in found if record["world_size"] == most]
 
 
+def of_newest(records: Sequence[Record]) -> list[Record]:
+    """The records of the device that was measured last.
+
+    >>> of_newest([{"device": "h200", "date": "2026-11-22"}, {"device": "h100", "date": "2026-11-28"}, {"device": "h100", "date": ""}])
+    [{'device': 'h100', 'date': '2026-11-28'}, {'device': 'h100', 'date': ''}]
+    """
+    last = max(records, key=lambda record: record["date"], default=None)
+    return [record for record in records if last is not None and record["device"] == last["device"]]
+
+
 def of_one_device(records: Sequence[Record]) -> list[Record]:
     """The records of the most frequent device, of several the last by name: a plot shows one.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from mxep.bench.markdown_tables import (
     worst_db,
 )
 from mxep.bench.plots import draw
-from mxep.bench.records import Record, device_title, median_ms, of_most_ranks, read_records, record_place
+from mxep.bench.records import Record, device_title, median_ms, of_most_ranks, of_newest, read_records, record_place
 from mxep.bench.timing import MAX_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 from mxep.shapes import record_bytes
@@ -114,8 +114,11 @@ def _largest(records: Records, ratio: str) -> Records:
     return of_most_ranks(found)
 
 
-def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
-    """Operation, GPUs, both times, the speed-up, its reference if the reference bounds it, and bf16 over the same transport."""
+def _speeds(layers: Records, pipelines: Records, choose: Callable[[Records], Records] = list) -> list[list[str]]:
+    """Operation, GPUs, both times, the speed-up, its reference if the reference bounds it, and bf16 over the same transport.
+
+    Of the records on the most GPUs those that `choose` leaves.
+    """
     rows = []
 
     def add(what: str, record: Record, base: float, ours: str, ratio: str, limited: bool, same_transport: str = "") -> None:
@@ -124,7 +127,7 @@ def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
         cells = f"**{record['ratios'][ratio]:.2f}x**", "" if limit is None else f"{limit:.2f}x", same_transport
         rows.append([what, record_place(record), *times, *cells])
 
-    for record in _largest(layers, "total_vs_nccl_bf16"):
+    for record in choose(_largest(layers, "total_vs_nccl_bf16")):
         shape, ms = record["shape"], median_ms(record)
         what = f"a layer, {shape['T_global']} tokens, D {shape['D']}, H {shape['H']}, {shape['E']} experts, top {shape['C']}"
         what += f", `{record.get('recipe', RECIPE)}`"
@@ -132,7 +135,7 @@ def _speeds(layers: Records, pipelines: Records) -> list[list[str]]:
         same_transport = f"{ms['bf16_total']:.1f} ms, **{ms['bf16_total'] / ms['mxfp8_total']:.2f}x**" if shared else ""
         add(what, record, min(ms[f"{arm}_total"] for arm in BASELINES), "mxfp8", "total_vs_nccl_bf16", True, same_transport)
     for ours, ratio, name in (("mxfp8", "total_vs_bf16", _ONE_CALL), ("mxfp8_nccl", "nccl_total_vs_bf16", _FIVE_BLOCKS)):
-        for record in _largest(pipelines, ratio):
+        for record in choose(_largest(pipelines, ratio)):
             shape = record["shape"]
             what = f"{name}, {shape['T']} rows a GPU, D {shape['D']}, N {shape['N']}"
             add(what, record, median_ms(record)["bf16_total"], ours, ratio, name != _ONE_CALL)
@@ -150,9 +153,13 @@ def _training_steps(trainings: Records) -> list[tuple[str, str, float, list[floa
 
 
 def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
-    """README's table: layers, `ep_grouped_mm` and training steps on the most GPUs, each against the fastest arm in bf16 over NCCL."""
-    rows = [row[:5] for row in _speeds(layers, pipelines) if not row[0].startswith(_FIVE_BLOCKS)]
-    for what, place, ms, bases in _training_steps(trainings):
+    """README's table: layers, `ep_grouped_mm` and training steps on the most GPUs, each against the fastest arm in bf16 over NCCL.
+
+    Of several kinds of GPUs the one that was measured last; no run in which MXFP8 is a CUDA graph, which bf16 over NCCL cannot be.
+    """
+    alike = [record for record in trainings if "cuda_graph" not in record["options"]]
+    rows = [row[:5] for row in _speeds(layers, pipelines, of_newest) if not row[0].startswith(_FIVE_BLOCKS)]
+    for what, place, ms, bases in _training_steps(of_newest(of_most_ranks(alike))):
         base = min(filter(None, bases))
         rows.append([f"a training step, {what}", place, f"{base:.0f} ms", f"{ms:.0f} ms", f"**{base / ms:.2f}x**"])
     return markdown("forward + backward, or a training step | hardware | bf16 over NCCL | MXFP8 | speed-up", rows) if rows else ""

@@ -253,6 +253,9 @@ class TrainConfig:
     cuda_graph: bool = False
     """Run a step (forward, backward, clipping, optimizer) as a CUDA graph after a few eager ones: same numbers, no time between kernels.
     Needs --fused-layer."""
+    gc_freq: Annotated[int, _also("training.gc_freq")] = 50
+    """Steps between Python's garbage collections, on all ranks at the same step; 0: whenever each rank's Python decides, which stops the
+    others too."""
     # checkpoint
     checkpoint: Annotated[bool, _also("checkpoint.enable")] = True
     """Write checkpoints; off, there is nothing to resume from (for speed measurements)."""
@@ -285,7 +288,17 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
-        for name in ("weight_decay", "max_grad_norm", "max_skipped", "warmup", "seed", "balance_loss", "z_loss", "bias_update_rate"):
+        for name in (
+            "weight_decay",
+            "max_grad_norm",
+            "max_skipped",
+            "gc_freq",
+            "warmup",
+            "seed",
+            "balance_loss",
+            "z_loss",
+            "bias_update_rate",
+        ):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"--{name.replace('_', '-')}={value}, want 0 or more")

@@ -25,7 +25,7 @@ _IGNORED_KEYS = {
     "profiling": ("save_traces_folder", "save_memory_snapshot_folder", "profile_freq", "profiler_active", "profiler_warmup"),
     "metrics": ("disable_color_printing", "save_tb_folder", "save_for_all_ranks"),
     "optimizer": ("implementation",),
-    "training": ("dataset", "gc_freq"),
+    "training": ("dataset",),
     "parallelism": ("disable_loss_parallel",),
     "checkpoint": ("folder", "last_save_model_only", "export_dtype"),
     "quantize.linear.float8": ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp", "recipe_name", "filter_fqns"),

@@ -51,6 +51,7 @@ from mxep.train.describe import (
     describe_state,
 )
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks
+from mxep.train.garbage import GarbageCollection
 from mxep.train.linear_choice import choose_linears, describe_linears
 from mxep.train.memory import check_fits
 from mxep.train.metrics import MetricsLog, StepRecord, memory_in_use, progress_notes
@@ -286,7 +287,7 @@ class Trainer:
         last = min(s.steps, c.stop_after or s.steps)
         log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
         profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
-        with StopRequest() as request, log, self.writer:
+        with StopRequest() as request, GarbageCollection(c.gc_freq) as garbage, log, self.writer:
             for line in self.describe():
                 log.say(line)
             log.write("run", step=self.step_count, settings=self.config.to_json(), **self.facts())
@@ -314,6 +315,7 @@ class Trainer:
                     self._read(pending, log)
                 stopped = request.anywhere() or self.skipped.stop is not None  # after the wait in _read, to notice a signal during it
                 pending = launched
+                garbage.after(self.step_count)
                 self._log_lost_checkpoints(log)
                 ends = stopped or self.step_count == last
                 saves = c.checkpoint and self.step_count % s.checkpoint_every == 0
@@ -324,6 +326,7 @@ class Trainer:
                 stopped = stopped or self.skipped.stop is not None
                 ends = stopped or self.step_count == last
                 self.clock.interrupt()
+                garbage.collect()
                 for counted in self.numerics.records() if counts else ():
                     log.write("numerics", step=self.step_count, **counted)
                 traced = profiler.after(self.step_count, ends)
