@@ -1,0 +1,28 @@
+"""tests/programs/loss_by_part.py on a CPU: it runs, and its columns are losses of the precisions that they name."""
+
+from __future__ import annotations
+
+import pytest
+from tests.programs import loss_by_part
+
+SMALL = ["--device", "cpu", "--thin", "--layers", "2", "--steps", "4", "--batch", "1", "--seq-len", "64"]
+
+
+def columns(printed: str) -> list[list[float]]:
+    title, *rows = printed.splitlines()
+    assert title.endswith("minus that: experts, linears, output, experts+linears+output")
+    return [[float(word) for word in row.split()] for row in rows]
+
+
+def test_losses_of_each_part(capsys: pytest.CaptureFixture[str]) -> None:
+    loss_by_part.main([*SMALL, "--train", "experts+linears+output"])
+    in_mx = columns(capsys.readouterr().out)
+    loss_by_part.main([*SMALL, "--train", "hp"])
+    in_hp = columns(capsys.readouterr().out)
+    assert [row[0] for row in in_hp] == [row[0] for row in in_mx] == [1, 4]
+    assert in_hp[0] == in_mx[0], "before the first step the weights are the same"
+    assert in_hp[1] != in_mx[1]
+    for _, loss, *differences in [*in_hp, *in_mx]:
+        assert 5 < loss < 10
+        assert all(abs(difference) < 0.2 for difference in differences)
+        assert any(differences)
