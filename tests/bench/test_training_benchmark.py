@@ -43,6 +43,7 @@ def metrics(
         "peak_bf16_flops": 989e12,
         "model": {"name": model},
         "transport": "collective",
+        "recompute": None,
     }
     steps = []
     for i in range(1, training.LEAST_STEPS + 1):

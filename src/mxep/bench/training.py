@@ -137,6 +137,7 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
         "transport": start["transport"],
         "one_function": start["settings"]["fused_layer"],
         "cuda_graph": start["settings"]["cuda_graph"],
+        "recompute": start["recompute"],
         "linears": start["settings"]["linear_fqns"] if resolve_recipe(start["settings"]["recipe"]).gemm == "mxfp8" else "",
         "tokens_per_s": round(middle["tokens_per_s"], 1),
         "tflops": middle["tflops"],
