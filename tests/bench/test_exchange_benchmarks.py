@@ -75,8 +75,8 @@ def test_uneven_loads_of_two_ranks() -> None:
 
 def test_placements_of_hot_experts() -> None:
     assert imbalance.rows_of_ranks([200, 50, 25, 25, 60, 20, 10, 10], 2) == [300, 100]
-    assert imbalance.rows_of_slowest([200, 50, 25, 25, 60, 20, 10, 10], 2) == 240, "the hottest one, with the three coldest"
-    assert imbalance.rows_of_slowest([9, 1, 1, 1], 4, copies=1) == 9 / 4 + 1, "three experts left for four ranks"
+    assert imbalance.rows_of_busiest([200, 50, 25, 25, 60, 20, 10, 10], 2) == 240, "the hottest one, with the three coldest"
+    assert imbalance.rows_of_busiest([9, 1, 1, 1], 4, copies=1) == 9 / 4 + 1, "three experts left for four ranks"
     assert set(imbalance.saved_ms([5, 5], [1.0, 3.0]).values()) == {0.0}, "no difference of rows explains that of the times"
 
 

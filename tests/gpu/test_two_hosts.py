@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.train.test_nodes import clean_environment, free_port
 
 from mxep.train.metrics import read_metrics
 
@@ -25,21 +25,18 @@ STEPS = 20
 
 
 def losses(out: Path, hosts: int, options: list[str]) -> tuple[list[float], str]:
-    """Losses of a run of four ranks on that many hosts, and what its first host printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """Losses of a run of four ranks on that many hosts, and what all hosts printed."""
     each = 4 // hosts
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={each}", "--rdzv-backend=c10d"]
-    launcher += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=hosts", "--local-addr=127.0.0.1", "-m", "mxep", "train"]
+    launcher += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=hosts", "--local-addr=127.0.0.1", "-m", "mxep", "train"]
     launcher += ["--model", "dsv3_debug", "--steps", str(STEPS), "--seq-len", "256", "--batch", "4", "--log-every", "1", "--out", str(out)]
     launcher += ["--no-evaluate", "--no-checkpoint", *options]
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
-    ours = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = clean_environment() | {"NCCL_SOCKET_IFNAME": "lo"}
     agents = [
         subprocess.Popen(
             launcher,
-            env={**os.environ, **ours, "NCCL_HOSTID": f"host-{host}", "CUDA_VISIBLE_DEVICES": ",".join(gpus[host * each :][:each])},
+            env={**environment, "NCCL_HOSTID": f"host-{host}", "CUDA_VISIBLE_DEVICES": ",".join(gpus[host * each :][:each])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -29,9 +29,9 @@ from torch.distributed import ProcessGroup
 from mxep.bench.accuracy import db_problem, sqnr_db
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, Timing, gathered, host_facts, run_arm
+from mxep.bench.timing import Arm, Timing, host_facts, run_arm
 from mxep.bench.training import IDLE, exposed_ms, step_parts, trace_of
-from mxep.comm.collective import resolve_group
+from mxep.comm.collective import gather_objects, resolve_group
 from mxep.device import total_memory
 from mxep.fused.layer import FusedMoE, saved_bytes
 from mxep.fused.runtime_config import RuntimeEPConfig
@@ -273,8 +273,8 @@ class LayerProblem:
         self._clear()
         layer.reset_load()
         layer(self.tokens[""])
-        load = layer.tokens_per_expert.clone()
-        of_ranks = gathered(load.tolist(), self.setting.device, self.setting.group)
+        load = layer.tokens_per_expert
+        of_ranks = gather_objects(load.tolist(), self.setting.group)
         self._clear()
         facts: dict[str, Any] = {"saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
         facts["choices"] = [int(sum(counts)) for counts in zip(*of_ranks, strict=True)]
@@ -300,7 +300,7 @@ class LayerProblem:
             found |= dict(zip(names, exposed_ms(events), strict=True))
             busy += sum(ms for part, ms in step_parts(events).items() if part not in ("exchange", IDLE))
         self._clear()
-        return found, [round(ms, 4) for (ms,) in gathered([busy], self.setting.device, self.setting.group)]
+        return found, gather_objects(round(busy, 4), self.setting.group)
 
     def arms(self) -> dict[str, Arm]:
         names = [*self.exchanging, *self.alone]

@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from mxep.bench import dense_linears, finetune, peers, published, transformers, transformers_step
-from mxep.bench.imbalance import COPIES, rows_of_ranks, rows_of_slowest, saved_ms
+from mxep.bench import dense_linears, finetune, imbalance, peers, published, transformers, transformers_step
 from mxep.bench.layer import BASELINES, EXCHANGES
 from mxep.bench.plots import PIPELINE_BASELINES
 from mxep.bench.records import (
@@ -27,8 +26,6 @@ from mxep.train.metrics import read_metrics
 
 Records = Sequence[Record]
 Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
-_PLACEMENTS = ("sorted by load", *(f"{copies} on every rank" for copies in COPIES))
-_MORE_RANKS = (4, 8, 16, 32)  # of one routing's loads, by arithmetic
 _ROWS_COLUMNS = {
     "": "from MX bytes",
     "rebased_": "rebased",
@@ -347,40 +344,9 @@ def layer_tables(records: Records) -> str:
     if exposed:
         parts.append(markdown(_bars(title, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)), exposed))
     if uneven := [record for record in records if record["routing"] == "zipf" and "busy_ms" in record and record["world_size"] > 1]:
-        parts.append(_imbalance_tables(uneven))
+        parts.append(markdown(_bars(*imbalance.COSTS), imbalance.cost_rows(uneven)))
+        parts.append(markdown(_bars(*imbalance.LOADS), imbalance.load_rows(uneven)))
     return "\n\n".join(parts)
-
-
-def _imbalance_tables(records: Records) -> str:
-    """What the busiest rank of a layer in MXFP8 costs, what other placements of the experts would save, and their loads on more ranks."""
-    rows = []
-    for record in records:
-        shape, busy, whole = record["shape"], record["busy_ms"]["mxfp8"], median_ms(record)["mxfp8_total"]
-        of_ranks = rows_of_ranks(record["choices"], record["world_size"])
-        size = " / ".join(str(shape[key]) for key in ("T_global", "D", "H", "E", "C"))
-        cost = max(busy) - statistics.fmean(busy)
-        saved = saved_ms(record["choices"], busy)
-        rows.append(
-            [
-                f"{record_place(record)}, {size}",
-                f"{whole:.2f} ms",
-                f"{max(of_ranks) / statistics.fmean(of_ranks):.2f}",
-                f"{max(busy):.2f} / {statistics.fmean(busy):.2f} ms",
-                f"{cost:.2f} ms, {cost / whole:.0%}",
-                *(f"{ms:.2f} ms, {ms / whole:.0%}" for ms in saved.values()),
-            ]
-        )
-    columns = "a layer | rows, busiest rank / mean | working, busiest rank / mean | the busiest rank costs"
-    costs = markdown(_bars("Zipf, T of all ranks / D / H / E / C", columns, *(f"saved: {name}" for name in (*_PLACEMENTS, "even"))), rows)
-    rows = []
-    for record, ranks in itertools.product(records, _MORE_RANKS):
-        if ranks > record["shape"]["E"]:
-            continue
-        choices, mean = record["choices"], sum(record["choices"]) / ranks
-        most = [max(rows_of_ranks(choices, ranks)), *(rows_of_slowest(choices, ranks, copies) for copies in (0, *COPIES))]
-        rows.append([f"{record['shape']['E']} experts, top {record['shape']['C']}", str(ranks), *(f"{count / mean:.2f}" for count in most)])
-    columns = _bars("the same loads, busiest rank / mean | ranks | neighbours", *_PLACEMENTS)
-    return costs + "\n\n" + markdown(columns, rows)
 
 
 def _kept_gib(audit: dict[str, int]) -> float:

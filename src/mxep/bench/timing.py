@@ -135,16 +135,6 @@ def max_over_ranks(values: list[float], device: torch.device, group: dist.Proces
     return tensor.tolist()
 
 
-def gathered(values: list[float], device: torch.device, group: dist.ProcessGroup | None) -> list[list[float]]:
-    """The values of every rank."""
-    if group is None:
-        return [values]
-    own = torch.tensor(values, dtype=torch.float64, device=device)
-    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(ranks, own, group=group)
-    return [rank.tolist() for rank in ranks]
-
-
 def run_arm(arm: Arm) -> None:
     """Runs every stage once."""
     for stage in arm.values():
