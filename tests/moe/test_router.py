@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mxep.moe.config import MoEConfig
 from mxep.moe.router import Router, Routing, route
-from mxep.ops.routing.router_reference import balance_loss, count_topk, mean_shares, round_robin, z_loss
+from mxep.ops.routing.router_reference import FORCED_SEED, balance_loss, count_topk, force_balance, mean_shares, shuffled_experts, z_loss
 
 
 def config(**changes) -> MoEConfig:
@@ -133,12 +133,35 @@ def test_gradients_of_scores_and_losses() -> None:
         assert logits.grad[index].item() == pytest.approx(numeric, abs=2e-5)
 
 
-def test_forced_balance_is_deterministic_round_robin() -> None:
+def test_forced_balance_is_even_and_deterministic() -> None:
     routing = route(torch.randn(16, 8), None, config(force_balance=True, top_k=3))
     assert routing.counts.tolist() == [6] * 8
-    assert routing.experts[:3].tolist() == [[0, 1, 2], [3, 4, 5], [0, 6, 7]]
-    assert torch.equal(routing.experts, round_robin(16, 3, 8, torch.device("cpu")))
+    assert torch.equal(routing.experts, force_balance(16, 3, 8, torch.device("cpu")))
+    assert bool((routing.experts.diff(dim=1) > 0).all()), "distinct, in rising order"
     assert routing.scores.shape == (16, 3)
+
+
+def test_hash_of_forced_balance() -> None:
+    """Against MurmurHash3's 32-bit finalizer in exact integers."""
+
+    def hashed(number: int) -> int:
+        number ^= number >> 16
+        number = number * 0x85EBCA6B % 2**32
+        number ^= number >> 13
+        number = number * 0xC2B2AE35 % 2**32
+        return number ^ number >> 16
+
+    assert hashed(1) == 0x514E28B7  # a published value
+    assert shuffled_experts(100, torch.device("cpu")).tolist() == sorted(range(100), key=lambda expert: hashed(expert + FORCED_SEED))
+
+
+@pytest.mark.parametrize(("E", "C"), [(64, 6), (128, 8), (256, 8), (60, 4), (160, 6), (32, 4), (64, 8)])
+def test_forced_balance_sends_a_token_to_as_many_ranks_as_random_experts(E: int, C: int) -> None:
+    experts = force_balance(E, C, E, torch.device("cpu"))
+    for world in (world for world in (2, 4, 8) if E % world == 0):
+        ranks = torch.zeros(E, world, dtype=torch.bool).scatter_(1, experts // (E // world), True).sum().item() / E
+        at_random = world * (1 - math.comb(E - E // world, C) / math.comb(E, C))
+        assert ranks == pytest.approx(at_random, rel=0.04)
 
 
 def test_counts_equal_bincount() -> None:

@@ -70,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
+    parser.add_argument("--experts", type=int, help="of a layer; default the model's own, which do not fit one GPU in 48 layers")
     parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--compare-every", type=int, default=3, help="steps from one comparison of all precisions to the next; 0: none")
     parser.add_argument("--rounding-seed", type=int, default=0, help="of stochastic rounding alone: how far two runs in bf16 part")
     parser.add_argument("--linear-fqns", default="attention.wq,attention.wo")
     parser.add_argument("--thin", action="store_true", help="narrow layers, for a CPU")
@@ -80,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape = first_layers("qwen3_30b_a3b", MODELS["qwen3_30b_a3b"], given.layers)[1]
     if given.thin:
         shape = dataclasses.replace(shape, **THIN)
+    if given.experts:
+        shape = dataclasses.replace(shape, num_experts=given.experts)
     linears = Linears(MX, tuple(given.linear_fqns.split(",")))
     model = build_whole(shape, Build(recipe=MX, linears=linears, output=MX, force_balance=True, dtype=torch.bfloat16))
     model.to_empty(device=device)
@@ -96,13 +101,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     precisions = (*PARTS, ALL, *([EXACT] if device.type == "cuda" else []))
     print(f"step, loss in hp on the weights of {given.train}; minus that: {', '.join(precisions)}")
+    rows = given.batch * given.accumulate
     for step in range(1, given.steps + 1):
-        tokens, labels = (values.to(device) for values in batch(data, step, given.batch, given.seq_len))
-        if step % 3 == 1:
+        batches = [values.to(device).split(given.batch) for values in batch(data, step, rows, given.seq_len)]
+        if given.compare_every and (step - 1) % given.compare_every == 0:
+            tokens, labels = (values[0] for values in batches)
             with torch.no_grad():
                 base, *others = (loss_in(precision, tokens, labels).item() for precision in ("hp", *precisions))
             print(f"{step:2d} {base:.4f} " + " ".join(f"{other - base:+.4f}" for other in others), flush=True)
-        (loss_in(given.train, tokens, labels) + model.router_loss()).backward()
+        total = 0.0
+        for tokens, labels in zip(*batches, strict=True):
+            loss = loss_in(given.train, tokens, labels) / given.accumulate
+            (loss + model.router_loss() / given.accumulate).backward()
+            total += loss.item()
+        print(f"{step:2d} loss {total:.4f}", flush=True)
         optimizer.grad_scale = clipping_divisor(gradient_norm(model.parameters()).to(device), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(PEAK_LR * step / WARM_UP, device=device)

@@ -11,7 +11,12 @@ SMALL = ["--device", "cpu", "--thin", "--layers", "2", "--steps", "4", "--batch"
 def columns(printed: str) -> list[list[float]]:
     title, *rows = printed.splitlines()
     assert title.endswith("minus that: experts, linears, output, experts+linears+output")
-    return [[float(word) for word in row.split()] for row in rows]
+    return [[float(word) for word in row.split()] for row in rows if "loss" not in row]
+
+
+def losses(printed: str) -> list[float]:
+    """Of every step's training batches."""
+    return [float(row.split()[2]) for row in printed.splitlines()[1:] if "loss" in row]
 
 
 def test_losses_of_each_part(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,3 +31,14 @@ def test_losses_of_each_part(capsys: pytest.CaptureFixture[str]) -> None:
         assert 5 < loss < 10
         assert all(abs(difference) < 0.2 for difference in differences)
         assert any(differences)
+
+
+def test_steps_of_several_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    loss_by_part.main([*SMALL, "--batch", "2", "--compare-every", "0"])
+    whole = capsys.readouterr().out
+    loss_by_part.main([*SMALL, "--accumulate", "2", "--compare-every", "0"])
+    halves = capsys.readouterr().out
+    assert columns(whole) == columns(halves) == []
+    assert losses(halves) == pytest.approx(losses(whole), abs=2e-3)
+    loss_by_part.main([*SMALL, "--experts", "16", "--steps", "1"])
+    assert losses(capsys.readouterr().out) != losses(whole)[:1]

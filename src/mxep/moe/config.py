@@ -36,7 +36,7 @@ class MoEConfig:
         balance_loss: factor of this layer's load-balancing loss, E * sum f_e P_e, which is 1 when balanced (Megatron's
             `moe_aux_loss_coeff`); 0 = off.  transformers' `router_aux_loss_coef` is this times the model's MoE layers / `top_k`.
         z_loss: factor of the router z-loss (Megatron's `moe_z_loss_coeff`), 0 = off.
-        force_balance: choose experts round robin and ignore the scores' order (benchmarks, debugging).
+        force_balance: give every expert as many tokens, whatever the scores (benchmarks, debugging).
         activation: of the routed experts: "swiglu", "geglu" (the exact GELU), "geglu_tanh" (its tanh form, as in Gemma 4), "reglu"
             (a gate by ReLU) or "relu2" (squared ReLU of one projection, no w3, as in Nemotron 3).
         swiglu_limit: the largest gate, and the largest absolute value of up, in gate sigmoid(alpha gate) (up + offset); None is no limit.

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxep.ops.routing.router_reference import FLOOR, SCORE_FUNCTIONS, check_route_tokens, check_router_backward
+from mxep.ops.routing.router_reference import FLOOR, FORCED_SEED, SCORE_FUNCTIONS, check_route_tokens, check_router_backward
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import cdiv, next_power_of_2
@@ -31,6 +31,17 @@ def _first_best(ranking, free, number, COLUMNS: tl.constexpr):
     """Of each row the first column among the free ones that has their best value: (ROWS, 1), COLUMNS where none is free."""
     best = tl.max(tl.where(free, ranking, float("-inf")), axis=1)[:, None]
     return tl.min(tl.where(free & (ranking == best), number, COLUMNS), axis=1)[:, None]
+
+
+@triton.jit
+def _hash(number, SEED: tl.constexpr):
+    """The hash by which `router_reference.shuffled_experts` orders experts."""
+    hashed = (number + SEED).to(tl.uint32)
+    hashed ^= hashed >> 16
+    hashed *= 0x85EBCA6B
+    hashed ^= hashed >> 13
+    hashed *= 0xC2B2AE35
+    return hashed ^ (hashed >> 16)
 
 
 @triton.jit
@@ -82,7 +93,7 @@ def _route_tokens_kernel(
     SOFTMAX: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
-    FORCED: tl.constexpr,
+    FORCED_SEED: tl.constexpr,  # of forced balance; None: the best experts
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
     FLOOR: tl.constexpr,
@@ -94,14 +105,19 @@ def _route_tokens_kernel(
     counts_here = tl.zeros((EXPERTS,), tl.int32)
     shares = tl.zeros((EXPERTS,), tl.float32)
     squares = tl.zeros((TOKENS,), tl.float32)
+    if FORCED_SEED is not None:
+        position = tl.zeros((1, EXPERTS), tl.int32)  # of an expert in the fixed random order
+        for other in range(E):
+            before = _hash(tl.zeros((1, 1), tl.int32) + other, FORCED_SEED) < _hash(expert, FORCED_SEED)
+            position += before.to(tl.int32)
     for tile in range(tl.program_id(0), tl.cdiv(T, TOKENS), tl.num_programs(0)):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         row = token.to(tl.int64)[:, None]
         inside = (token < T)[:, None] & (expert < E)
         logit = tl.load(logits + row * E + expert, mask=inside, other=0.0).to(tl.float32)
         score, _, most, whole = _scores_of(logit, expert, E, SOFTMAX)
-        if FORCED:
-            after = expert - ((row * C) % E).to(tl.int32)
+        if FORCED_SEED is not None:
+            after = position - ((row * C) % E).to(tl.int32)
             chosen = ((tl.where(after < 0, after + E, after) < C) & (expert < E)).to(tl.int32)
         else:
             ranking = score
@@ -213,7 +229,7 @@ def route_tokens(
             "SOFTMAX": score_function == SCORE_FUNCTIONS[0],
             "GROUPS": num_groups,
             "TOP_GROUPS": top_groups,
-            "FORCED": forced,
+            "FORCED_SEED": FORCED_SEED if forced else None,
             "RENORMALIZE": renormalize,
             "SCALE": route_scale,
             "FLOOR": FLOOR,

@@ -7,6 +7,7 @@ import torch
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 FLOOR = 1e-20  # of what scores are divided by: keeps 0 / 0 out when every one underflowed
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+FORCED_SEED = 44  # of forced balance's order of experts; the nearest of 0 to 199 to random experts' number of ranks
 _CHOICES = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -27,13 +28,28 @@ def score_experts(logits: torch.Tensor, score_function: str) -> torch.Tensor:
     return logits.softmax(dim=-1) if score_function == SCORE_FUNCTIONS[0] else logits.sigmoid()
 
 
-def round_robin(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """Forced balance: token t has experts t*C to t*C + C - 1, mod E, in rising order. Returns (T, C) int64.
+def shuffled_experts(num_experts: int, device: torch.device) -> torch.Tensor:
+    """All experts in forced balance's fixed random order, by the hash of their numbers (MurmurHash3's finalizer). Returns (E,) int64."""
+    word = 0xFFFFFFFF
+    hashed = torch.arange(num_experts, device=device) + FORCED_SEED
+    hashed = hashed ^ hashed >> 16
+    hashed = hashed * 0x85EBCA6B & word
+    hashed = hashed ^ hashed >> 13
+    hashed = hashed * 0xC2B2AE35 & word
+    return (hashed ^ hashed >> 16).argsort()
 
-    >>> round_robin(3, 2, 3, torch.device("cpu")).tolist()
-    [[0, 1], [0, 2], [1, 2]]
+
+def force_balance(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Forced balance: each token has the C experts after those of the token before, in a fixed random order. Returns (T, C) int64, rising.
+
+    Every expert gets the same number of tokens, up to one, and a token goes to as many ranks as with C random experts, within 4% in the
+    shapes of common models. Neighbouring experts would be on the same rank, and little would be exchanged.
+
+    >>> force_balance(3, 2, 3, torch.device("cpu")).tolist()
+    [[0, 2], [0, 1], [1, 2]]
     """
-    return torch.arange(num_tokens * top_k, device=device).remainder(num_experts).view(num_tokens, top_k).sort(dim=1).values
+    position = torch.arange(num_tokens * top_k, device=device).remainder(num_experts)
+    return shuffled_experts(num_experts, device)[position].view(num_tokens, top_k).sort(dim=1).values
 
 
 def keep_best_groups(ranking: torch.Tensor, num_groups: int, top_groups: int) -> torch.Tensor:
@@ -97,7 +113,7 @@ def route_tokens(
             there are groups, for a group with a single expert above -inf is closed as one without any.
         top_k: C.  score_function: "softmax" over the experts, or "sigmoid".
         num_groups, top_groups: only experts of the best `top_groups` of `num_groups` equal groups are chosen; 1 and 1: of all.
-        forced: choose round robin instead.  renormalize, route_scale: of a token's weights.
+        forced: choose as `force_balance` does instead.  renormalize, route_scale: of a token's weights.
         with_shares, with_z: whether `mean_shares` and `z_loss` are wanted.
 
     Returns:
@@ -111,7 +127,7 @@ def route_tokens(
     (T, E), logits = logits.shape, logits.float()
     scores = score_experts(logits, score_function)
     if forced:
-        experts = round_robin(T, top_k, E, logits.device)
+        experts = force_balance(T, top_k, E, logits.device)
     else:
         ranking = scores if expert_bias is None else scores + expert_bias.float()
         if num_groups > 1:
