@@ -4,14 +4,16 @@ A part whose loss differs on the same weights rounds in forward; one whose own r
 
     python loss_by_part.py --layers 16 --train hp             # the run itself in bf16
     python loss_by_part.py --layers 16 --train linears        # only attention.wq and attention.wo in MXFP8, as `mxep train` chooses them
+    python loss_by_part.py --layers 16 --train hp --noise 0.0377  # bf16, with random errors of the size of an MXFP8 product's
     python loss_by_part.py --device cpu --thin --layers 2 --steps 3
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -57,6 +59,22 @@ def use(model: torch.nn.Module, precision: str) -> None:
     model.output.recipe = recipe("output")  # type: ignore[union-attr, assignment]
 
 
+@contextlib.contextmanager
+def noisy(model: torch.nn.Module, size: float) -> Iterator[None]:
+    """Normal errors of this relative size on what the linear layers that may be in MXFP8, and the norm before the output, return."""
+
+    def disturb(_module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return output + size * output.detach().square().mean().sqrt() * torch.randn_like(output)
+
+    modules = [module for module in model.modules() if isinstance(module, MXLinear) or module is model.norm]
+    handles = [module.register_forward_hook(disturb) for module in modules if size]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def batch(data: torch.Tensor, step: int, count: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels (count, seq_len) of a step, the same in every run."""
     starts = torch.randint(0, data.numel() - seq_len - 1, (count,), generator=torch.Generator().manual_seed(step)).tolist()
@@ -75,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--compare-every", type=int, default=3, help="steps from one comparison of all precisions to the next; 0: none")
     parser.add_argument("--rounding-seed", type=int, default=0, help="of stochastic rounding alone: how far two runs in bf16 part")
+    parser.add_argument("--noise", type=float, default=0.0, help="see `noisy`; in the run alone, not in what it is compared with")
     parser.add_argument("--linear-fqns", default="attention.wq,attention.wo")
     parser.add_argument("--thin", action="store_true", help="narrow layers, for a CPU")
     parser.add_argument("--device", default="cuda")
@@ -111,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{step:2d} {base:.4f} " + " ".join(f"{other - base:+.4f}" for other in others), flush=True)
         total = 0.0
         for tokens, labels in zip(*batches, strict=True):
-            loss = loss_in(given.train, tokens, labels) / given.accumulate
+            with noisy(model, given.noise):
+                loss = loss_in(given.train, tokens, labels) / given.accumulate
             (loss + model.router_loss() / given.accumulate).backward()
             total += loss.item()
         print(f"{step:2d} loss {total:.4f}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.programs import loss_by_part
 
 SMALL = ["--device", "cpu", "--thin", "--layers", "2", "--steps", "4", "--batch", "1", "--seq-len", "64"]
@@ -42,3 +43,14 @@ def test_steps_of_several_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses(halves) == pytest.approx(losses(whole), abs=2e-3)
     loss_by_part.main([*SMALL, "--experts", "16", "--steps", "1"])
     assert losses(capsys.readouterr().out) != losses(whole)[:1]
+
+
+def test_noise_disturbs_the_run_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    loss_by_part.main([*SMALL, "--steps", "1", "--noise", "0.0377"])
+    noisy = capsys.readouterr().out
+    loss_by_part.main([*SMALL, "--steps", "1"])
+    exact = capsys.readouterr().out
+    assert columns(noisy) == columns(exact)
+    assert losses(noisy) != losses(exact)
+    assert losses(noisy) == pytest.approx(losses(exact), abs=0.05)
