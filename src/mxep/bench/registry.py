@@ -64,7 +64,7 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
         ("finetune", "finetune:cases", _GEMMS, False,
          "fine-tuning of a whole Hugging Face model on one GPU: LoRA on a base in MXFP8 and in bf16, and all parameters"),
         ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,
-         "the same under expert parallelism, against transformers' own exchange in bf16"),
+         "experts of Hugging Face models under expert parallelism, against transformers' own exchange in bf16"),
         ("a2a", "a2a:cases", _EXCHANGES, True, "all-to-all with rows as MXFP8, against bf16 over NCCL"),
         ("layer", "layer:cases", _LAYERS, True, "the whole MoE layer, router to output, against bf16 over NCCL"),
         ("pipeline", "pipeline:cases", _PIPELINES, True, "dispatch to combine, forward and backward, against bf16 over NCCL"),

@@ -117,8 +117,8 @@ def command(argv: Sequence[str]) -> int:
         rows = crossover_rows(recipe)
         tokens = math.ceil(rows * E / (model.top_k * config.ep))
         console.print(
-            f"few tokens: weights that are quantised in every call cost more than FP8 GEMMs gain below {rows} rows per weight, {tokens:,} "
-            f"tokens a rank for these experts and {rows} for a dense linear; Recipe(hp_below_rows={rows}) multiplies in bf16 there"
+            f"few tokens: below {rows} rows per weight MXFP8 is slower than bf16, since every call quantises the weights; that is "
+            f"{tokens:,} tokens a rank for these experts, {rows} for a dense linear. Recipe(hp_below_rows={rows}) multiplies in bf16 there"
         )
         console.print(_linears_table(config, model, recipe))
     console.print(_recipes_table(config, model))

@@ -140,7 +140,8 @@ def why_linear_stays(name: str, linear: nn.Linear, recipe: Recipe, tokens: int |
     if K % (MX_BLOCK * tp) or N % (MX_BLOCK * tp):
         return f"{K} -> {N} are no multiples of {MX_BLOCK}{f' on each of {tp} ranks' * (tp > 1)} (one MX block)"
     if not linear_gains(K // tp, N // tp, recipe, tokens):
-        return f"{K} -> {N} does not gain"
+        with_more = tokens is not None and linear_gains(K // tp, N // tp, recipe)
+        return f"{K} -> {N} gains with more tokens than {tokens:,} a forward" if with_more else f"{K} -> {N} does not gain"
     if linear.weight.dtype not in (torch.bfloat16, torch.float32) or isinstance(linear.weight, DTensor) or "forward" in vars(linear):
         return f"{linear.weight.dtype}{', sharded' * isinstance(linear.weight, DTensor)}, or with a forward of its own"
     return None

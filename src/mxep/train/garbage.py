@@ -17,6 +17,8 @@ class GarbageCollection:
         every: steps; 0 leaves it to Python.
 
     Examples:
+        >>> import gc
+        >>> from mxep.train.garbage import GarbageCollection
         >>> with GarbageCollection(every=50) as garbage:
         ...     for step in range(1, 101):
         ...         garbage.after(step)

@@ -214,7 +214,7 @@ class Trainer:
         where = f"{ranks.world} {ranks.device.type} ranks" if ranks.world > 1 else f"1 {ranks.device.type} rank"
         compute = f"{'bf16' if ranks.device.type == 'cuda' else 'float32'} compute, {describe_state(self.precision)}"
         compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
-        compute += "" if not c.cuda_graph else ", steps as a CUDA graph" + (", not tested on several GPUs" if ranks.world > 1 else "")
+        compute += "" if not c.cuda_graph else ", steps as a CUDA graph"
         compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
         layers = self.model.moe_layers()
         masked = ", attention within documents" if c.mask_documents else ""
