@@ -14,7 +14,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: (module whose `command(argv) -
     "lora-convergence": ("mxep.commands.lora_convergence", "several seeds of LoRA on a base in MXFP8 and in bf16: the same loss?"),
     "generate": ("mxep.commands.generate", "continue a prompt with the model of a run or of a Hugging Face folder"),
     "convert": ("mxep.train.convert", "write a run's weights as a Hugging Face folder"),
-    "bench": ("mxep.bench.command", "check and time the kernels and the pipeline; `report` writes the tables of README and docs, and plots"),
+    "bench": ("mxep.bench.command", "check and time the kernels and the pipeline; `report` writes tables in README and docs, and plots"),
     "profile": ("mxep.commands.profile", "time every exchange of the fused MoE layer here and name the fastest modes"),
     "doctor": ("mxep.commands.doctor", "what this machine can do, which path each part takes and why"),
     "explain": ("mxep.commands.explain", "shapes, bytes, FLOPs and memory of a configuration, without running it"),

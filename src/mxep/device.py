@@ -110,6 +110,12 @@ def compute_capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability() if index is None else _compute_capability(index)
 
 
+def chip_of(index: int | None) -> str:
+    """A CUDA device as NVRTC names it: sm_90."""
+    major, minor = compute_capability(index)
+    return f"sm_{major}{minor}"
+
+
 @torch.compiler.assume_constant_result
 @functools.cache
 def _compute_capability(index: int) -> tuple[int, int]:

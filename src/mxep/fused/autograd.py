@@ -27,7 +27,6 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import (
     TENSORS,
     ExpertGemms,
-    ExpertLora,
     ExpertRows,
     ExpertWeights,
     GateUp,
@@ -203,26 +202,14 @@ class _FusedMoE(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         router: Tensor | None,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor | None,
-        b1: Tensor | None,
-        b2: Tensor | None,
-        b3: Tensor | None,
-        lora_a1: Tensor | None,
-        lora_b1: Tensor | None,
-        lora_a2: Tensor | None,
-        lora_b2: Tensor | None,
-        expert_bias: Tensor | None,
-        experts: Tensor | None,
-        scores: Tensor | None,
-        options: FusedOptions,
-        caches: Caches,
-        grad_enabled: bool,
+        *rest: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor]]:
-        """(T, D) without values, in place of the output; counts, shares and z; a function of the output's values."""
-        lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
-        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora)
+        """(T, D) without values, in place of the output; counts, shares and z; a function of the output's values.
+
+        `rest`: the weights' tensors, what the next line names of tensors or None, `FusedOptions`, the weights' caches, and a flag.
+        """
+        expert_bias, experts, scores, options, caches, grad_enabled = rest[_NUM_WEIGHTS:]
+        weights = ExpertWeights.of(rest[:_NUM_WEIGHTS])
         runtime, modes = options.runtime, options.scaling_modes
         alignment, config = options.recipe.group_size_multiple_of, options.router
         logits = counts = shares = z = columns = None
@@ -278,7 +265,7 @@ class _FusedMoE(torch.autograd.Function):
             saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
             ctx.dispatcher, tensors = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
-            ctx.save_for_backward(*saved, router, w1, w2, w3, b1, b2, b3, *lora, *tensors, *bounds)
+            ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)
             ctx.options, ctx.caches, ctx.output = options, caches, (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.

@@ -1,6 +1,6 @@
 """The engine of all grouped GEMMs: forward, dgrad and wgrad, each in the precision that its options name.
 
-Every autograd function around an expert's weight calls `forward_gemm`, `dgrad_gemm` and `wgrad_gemm`.  Callers never choose the precision:
+Every autograd function around an expert's weight calls `rows_gemm` and `wgrad_gemm`.  Callers never choose the precision:
 
     GEMMs   high precision without `GemmOptions`, else MXFP8: rows 1x32 along the contraction, weights quantised for the same dimension
     wgrad   "hp": the operands' values.  "mx": the MX bytes that forward and dgrad read.  "mxfp8": both operands quantised 32x1 along M
@@ -142,7 +142,7 @@ def multiply_rows(
     for_wgrad: bool = True,
     lora: LoraProduct | None = None,
 ) -> tuple[Tensor | None, Operand | None, Tensor | None]:
-    """`forward_gemm` or `dgrad_gemm` (`which`) of rows (R, K), MX or plain, and the rows as a wgrad reads them.
+    """`rows_gemm` of rows (R, K), MX or plain, and the rows as a wgrad reads them.
 
     Returns:
         the product, None unless it is wanted; the rows for wgrad, None unless they are wanted; the map through which wgrad reads them.
@@ -200,7 +200,7 @@ def form_names(gemm: GemmOptions | None, dgrad: bool, wgrad: bool, values: bool 
 
 
 def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor | RebasedRows:
-    """What `dgrad_gemm` reads of these forms."""
+    """What dgrad reads of these forms."""
     form = forms.hp if gemm is None else forms.mx if gemm.rebased is None else forms.rebased
     assert form is not None
     return form
@@ -401,34 +401,6 @@ class Weights:
 LoraProduct = tuple[Tensor, Tensor]  # inner (P, r), what an adapter's first factor made of the rows, and its second one (L, N, r)
 
 
-def forward_gemm(
-    rows: Tensor | RebasedRows,
-    weights: Weights,
-    offs: Tensor,
-    row_map: Tensor | None = None,
-    padding_rows: str = "zero",
-    lora: LoraProduct | None = None,
-) -> Tensor:
-    """rows (R, K), MX, plain, or rebased and in order, times weights (L, N, K) -> (P, N) in the experts' order.
-
-    `padding_rows`: rows past the last group are "zero", or undefined with "skip".  `lora`: what is added before the result is rounded,
-    where `adds_lora` says so.
-    """
-    return _gemm(rows, weights, "forward", offs, row_map, padding_rows, lora)
-
-
-def dgrad_gemm(
-    grad: Tensor | RebasedRows,
-    weights: Weights,
-    offs: Tensor,
-    row_map: Tensor | None = None,
-    padding_rows: str = "zero",
-    lora: LoraProduct | None = None,
-) -> Tensor:
-    """Gradients (R, N) times the weights' transposes -> (P, K); as `forward_gemm`."""
-    return _gemm(grad, weights, "dgrad", offs, row_map, padding_rows, lora)
-
-
 def adds_lora(gemm: GemmOptions | None, rank: int) -> bool:
     """Whether the GEMMs of these options add an adapter of this rank to their sums, and no pass of its own has to."""
     if gemm is None or gemm.pad_groups:
@@ -449,16 +421,27 @@ class Lora(NamedTuple):
     row_map: Tensor | None = None
 
 
-def lora_gemm(
+def rows_gemm(
     rows: Tensor | RebasedRows,
     weights: Weights,
     which: str,
     offs: Tensor,
-    lora: Lora,
+    lora: Lora | None = None,
     row_map: Tensor | None = None,
     padding_rows: str = "zero",
-) -> tuple[Tensor, Tensor]:
-    """`forward_gemm` or `dgrad_gemm` (`which`) with an adapter's products, and the first of these, x @ a.T (P, r)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Products of row groups with their weights, and with an adapter's.
+
+    Args:
+        rows: (R, K), MX, plain, or rebased and in order.  weights: (L, N, K).
+        which: "forward", or "dgrad": rows (R, N) times the weights' transposes.
+        padding_rows: rows past the last group are "zero", or undefined with "skip".
+
+    Returns:
+        (P, N) in the experts' order, or (P, K); and x @ a.T (P, r), None without an adapter.
+    """
+    if lora is None:
+        return _gemm(rows, weights, which, offs, row_map, padding_rows), None
     x, a, b, x_map = lora
     if isinstance(x, MXTensor):
         x, x_map = row_values(x, x_map, offs), None
@@ -511,7 +494,7 @@ def mx_gemm(
     padding_rows: str = "zero",
     lora: LoraProduct | None = None,
 ) -> Tensor:
-    """`forward_gemm` of operands that are quantised already."""
+    """A product of operands that are quantised already.  `lora`: what is added before the result is rounded, where `adds_lora` says so."""
     block_scale = rows.block_scale if isinstance(rows, RebasedRows) else None
     path = gemm.path_to(gemm.out_dtype)
     return direct.grouped_mm_mx(*rows[:2], *weight, offs, gemm.out_dtype, path, row_map, padding_rows, block_scale, *(lora or ()))

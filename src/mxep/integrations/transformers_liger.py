@@ -82,11 +82,7 @@ def why_modules_stay(model: PreTrainedModel) -> str | None:
 def convert_norm(norm: nn.Module, form: RMSNormForm) -> Callable[[], None]:
     """Let a module compute by a fused kernel; returns what undoes it. Names and parameters stay."""
     norm.forward = functools.partial(_norm_forward, norm, form)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del norm.forward
-
-    return undo
+    return functools.partial(delattr, norm, "forward")
 
 
 def norm_kernel(norm: Any, form: RMSNormForm) -> str:
@@ -144,11 +140,7 @@ def _rotary_form_of(rotate: Any) -> RotaryForm | None:
 def convert_rotary(attention: nn.Module) -> Callable[[], None]:
     """Let an attention module of a form that `rotary_form` knows rotate by liger-kernel's kernel; returns what undoes it."""
     attention.forward = functools.partial(_attention_forward, attention)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del attention.forward
-
-    return undo
+    return functools.partial(delattr, attention, "forward")
 
 
 def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:

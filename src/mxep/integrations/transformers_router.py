@@ -92,11 +92,7 @@ def _same(got: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor, Tensor, Tens
 def convert_router(router: nn.Module, form: RouterForm) -> Callable[[], None]:
     """Let a module of that form route by our kernels; returns what undoes it. Names and parameters stay."""
     router.forward = functools.partial(_router_forward, router, form)  # type: ignore[method-assign]
-
-    def undo() -> None:
-        del router.forward
-
-    return undo
+    return functools.partial(delattr, router, "forward")
 
 
 def _router_forward(router: nn.Module, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,7 @@ before  rows (R, D), MX or plain, and where the rows of each expert are: `Expert
 after   rows (P, D) in the experts' order, each times its score where there are scores
 forward   gate and up in one GEMM -> (P, 2H), or (P, H) without a gate; bias and activation in float32, times the score, straight to the
           form that the down GEMM reads -> h (P, H); the down GEMM; its bias, times the score
-          An adapter's products, in high precision, are added to its weight's GEMM (`mxep.grouped_mm.products.lora_gemm`)
+          An adapter's products, in high precision, are added to its weight's GEMM (`mxep.grouped_mm.products.rows_gemm`)
 backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
           The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
 saves     the callers keep gate and up, and not h: backward reads gate and up anyway and computes h from them.  With an
@@ -32,12 +32,10 @@ from mxep.grouped_mm.products import (
     Weights,
     as_mx,
     dgrad_form,
-    dgrad_gemm,
     form_names,
-    forward_gemm,
     is_transposed,
-    lora_gemm,
     quantized,
+    rows_gemm,
     wgrad_form,
     wgrad_gate_up,
     wgrad_gemm,
@@ -270,10 +268,9 @@ class GateUp(NamedTuple):
 
 def _gate_up_gemm(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> GateUp:
     """Rows x (R, D) -> gate and up as they are."""
-    lora, how = weights.lora, (rows.token_map, options.padding_rows)
-    if lora.a1 is None or lora.b1 is None:
-        return GateUp(forward_gemm(x, gemms[0], rows.offs, *how))
-    return GateUp(*lora_gemm(x, gemms[0], "forward", rows.offs, Lora(x, lora.a1, lora.b1, rows.token_map), *how))
+    lora = weights.lora
+    adapter = None if lora.a1 is None or lora.b1 is None else Lora(x, lora.a1, lora.b1, rows.token_map)
+    return GateUp(*rows_gemm(x, gemms[0], "forward", rows.offs, adapter, rows.token_map, options.padding_rows))
 
 
 def gate_up_gemm(
@@ -294,12 +291,11 @@ def down_gemm(first: GateUp, weights: ExpertWeights, gemms: ExpertGemms, rows: E
     """The experts' outputs (P, D): activation and down GEMM."""
     h = activate(first.gate_up, weights, rows, options, "")[0] if first.h is None else first.h
     form = next(form for form in (h.rebased, h.mx, h.hp) if form is not None)
+    adapter = None
     if weights.lora.a2 is not None and weights.lora.b2 is not None:
         assert h.hp is not None
-        lora = Lora(h.hp, weights.lora.a2, weights.lora.b2)
-        out, _ = lora_gemm(form, gemms[1], "forward", rows.offs, lora, padding_rows=options.padding_rows)
-    else:
-        out = forward_gemm(form, gemms[1], rows.offs, padding_rows=options.padding_rows)
+        adapter = Lora(h.hp, weights.lora.a2, weights.lora.b2)
+    out, _ = rows_gemm(form, gemms[1], "forward", rows.offs, adapter, padding_rows=options.padding_rows)
     if weights.b2 is not None:
         out = direct.add_group_bias(out, weights.b2, rows.offs, rows.scores)
     return out
@@ -369,12 +365,10 @@ def activation_gradients(
     if first is None:
         first = _gate_up_gemm(read_x(), weights, gemms, rows, options)
         first = first._replace(gate_up=as_mx(first.gate_up, keep_as)) if keep_as else first
-    how = rows.grad_map, options.padding_rows
+    adapter = None
     if lora.a2 is not None and lora.b2 is not None:
-        transposed = Lora(grad, lora.b2.transpose(-2, -1), lora.a2.transpose(-2, -1), rows.grad_map)
-        dh, d_ha = lora_gemm(grad, gemms[1], "dgrad", rows.offs, transposed, *how)  # (P, H)
-    else:
-        dh, d_ha = dgrad_gemm(grad, gemms[1], rows.offs, *how), None
+        adapter = Lora(grad, lora.b2.transpose(-2, -1), lora.a2.transpose(-2, -1), rows.grad_map)
+    dh, d_ha = rows_gemm(grad, gemms[1], "dgrad", rows.offs, adapter, rows.grad_map, options.padding_rows)  # (P, H)
     adapts = lora.b1 is not None and (needs.x or needs.lora1)
     forms = form_names(gemm, needs.x, needs.w1 or needs.w3, adapts or needs.b1 or needs.b3), form_names(gemm, False, needs.w2, needs.lora2)
     return activate_backward(dh, first.gate_up, weights, rows, options, forms)._replace(xa=first.xa, d_ha=d_ha)
@@ -389,12 +383,11 @@ def rows_gradient(
     """
     lora, d_gate_up = weights.lora, activation_grads.gate_up
     form = dgrad_form(d_gate_up, options.gemm)
+    adapter = None
     if lora.a1 is not None and lora.b1 is not None:
         assert d_gate_up.hp is not None
-        transposed = Lora(d_gate_up.hp, lora.b1.transpose(-2, -1), lora.a1.transpose(-2, -1))
-        d_x, d_xa = lora_gemm(form, gemms[0], "dgrad", rows.offs, transposed, padding_rows=options.padding_rows)
-    else:
-        d_x, d_xa = dgrad_gemm(form, gemms[0], rows.offs, padding_rows=options.padding_rows), None
+        adapter = Lora(d_gate_up.hp, lora.b1.transpose(-2, -1), lora.a1.transpose(-2, -1))
+    d_x, d_xa = rows_gemm(form, gemms[0], "dgrad", rows.offs, adapter, padding_rows=options.padding_rows)
     return d_x, activation_grads._replace(gate_up=d_gate_up._replace(rebased=None), d_xa=d_xa)
 
 

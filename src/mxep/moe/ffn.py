@@ -26,7 +26,6 @@ from mxep.moe.config import check_activation
 from mxep.moe.expert_mlp import (
     TENSORS,
     Activation,
-    ExpertLora,
     ExpertOptions,
     ExpertRows,
     ExpertWeights,
@@ -89,33 +88,20 @@ def _needs_grad(ctx: Any) -> NeedsGrad:
 @in_graph
 class _ExpertFFN(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor | None,
-        b1: Tensor | None,
-        b2: Tensor | None,
-        b3: Tensor | None,
-        lora_a1: Tensor | None,
-        lora_b1: Tensor | None,
-        lora_a2: Tensor | None,
-        lora_b2: Tensor | None,
-        offs: Tensor,
-        options: ExpertOptions,
-        caches: Caches,
-    ) -> tuple[Tensor, Tensor]:
-        """(P, D) without values, in place of the output; gate and up (P, 2H), for `_DownGemm`."""
-        lora = ExpertLora(lora_a1, lora_b1, lora_a2, lora_b2)
-        weights, x = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=lora), shared_form(x, options.gemm)
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """(P, D) without values, in place of the output; gate and up (P, 2H), for `_DownGemm`.
+
+        `rest`: the weights' tensors (`TENSORS`), offs, `ExpertOptions`, and the weights' caches.
+        """
+        weights, (offs, options, caches) = ExpertWeights.of(rest[: len(TENSORS)]), rest[len(TENSORS) :]
+        x = shared_form(x, options.gemm)
         gemms, needs = expert_gemms(weights, options, caches), _needs_grad(ctx)
         dgrad = gemms[0].make_both() if needs.saves_gate_up_weight else (None, None)
         gate_up, xa, _ = gate_up_gemm(x, weights, gemms, ExpertRows(offs), options)
         ctx.save_for_backward(*saved_tensors(x if needs.reads_x else None), gate_up, xa, offs, *dgrad, *weights.tensors)
         ctx.mark_non_differentiable(gate_up)
         ctx.options, ctx.caches, ctx.x_dtype = options, caches, x.dtype
-        return gate_up.new_empty_strided((gate_up.shape[0], w2.shape[1]), (0, 0)), gate_up
+        return gate_up.new_empty_strided((gate_up.shape[0], weights.w2.shape[1]), (0, 0)), gate_up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:

@@ -188,26 +188,10 @@ class RouteTokens(torch.autograd.Function):
     """The operator `route_tokens`, with the gradients of weights, shares and z; `dtype` is that of the weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        expert_bias: Tensor | None,
-        dtype: torch.dtype,
-        top_k: int,
-        score_function: str,
-        num_groups: int,
-        top_groups: int,
-        forced: bool,
-        renormalize: bool,
-        route_scale: float,
-        with_shares: bool,
-        with_z: bool,
-    ) -> tuple[Tensor, ...]:
-        """Logits (T, E) float32 or of 16 bits -> the fields of `Routing`."""
-        choice = top_k, score_function, num_groups, top_groups, forced
-        weights, experts, counts, shares, z = torch.ops.mxep.route_tokens(
-            logits.detach(), expert_bias, *choice, renormalize, route_scale, with_shares, with_z
-        )
+    def forward(ctx: Any, logits: Tensor, expert_bias: Tensor | None, dtype: torch.dtype, *rules: Any) -> tuple[Tensor, ...]:
+        """Logits (T, E) float32 or of 16 bits -> the fields of `Routing`.  `rules`: the other arguments of the operator."""
+        weights, experts, counts, shares, z = torch.ops.mxep.route_tokens(logits.detach(), expert_bias, *rules)
+        _, score_function, _, _, _, renormalize, route_scale, with_shares, with_z = rules
         ctx.save_for_backward(logits, experts)
         ctx.weights = score_function, renormalize, route_scale
         ctx.mark_non_differentiable(experts, counts, *(() if with_shares else (shares,)), *(() if with_z else (z,)))

@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -174,6 +174,14 @@ def how_to_name(pattern: str, names: Iterable[str]) -> str:
     runs = {".".join(name[a:b]) for name in parts for a in range(len(name)) for b in range(a + 1, len(name) + 1)}
     near = get_close_matches(pattern, sorted(runs), n=1)
     return "give whole parts between dots, or wildcards" + (f"; the nearest is {near[0]!r}" if near else "")
+
+
+def check_patterns(where: str, patterns: Iterable[str], what: str, names: Collection[str]) -> None:
+    """Raise ValueError if a pattern matches none of these names, which are those of all `what` there is."""
+    for pattern in patterns:
+        if not any(matches_name(name, pattern) for name in names):
+            do = how_to_name(pattern, names)
+            raise ValueError(f"{where}: {pattern!r} matched no {what}, saw {shown_names(names)}; {do}")
 
 
 def convert_experts(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.moe import Router
 from mxep.mx.weight import MXWeight
-from mxep.parallel.conversion import as_patterns, how_to_name, matches_any, matches_name, shown_names
+from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, shown_names
 from mxep.parallel.linears import ADAPTERS, KEPT_APART
 
 _log = logging.getLogger(__name__)
@@ -95,10 +95,7 @@ def quantize_base(
 def chosen_weights(model: nn.Module, fqns: str | Sequence[str] | None, skip: str | Sequence[str]) -> dict[str, tuple[nn.Module, str]]:
     """The weights that `quantize_base` freezes, by name. Raises ValueError as it does."""
     known, patterns, left_out = base_weights(model), as_patterns(fqns), as_patterns(skip) or []
-    for pattern in [*(patterns or []), *left_out]:
-        if not any(matches_name(name, pattern) for name in known):
-            do = how_to_name(pattern, known)
-            raise ValueError(f"{_WHERE}: {pattern!r} matched no weight of a linear layer or of experts, saw {shown_names(known)}; {do}")
+    check_patterns(_WHERE, [*(patterns or []), *left_out], "weight of a linear layer or of experts", known)
     left_out += KEPT_APART if patterns is None else ()
     chosen = {name: place for name, place in known.items() if matches_any(name, patterns) and not matches_any(name, left_out)}
     if not chosen:
@@ -169,10 +166,7 @@ def dequantize_base(model: nn.Module, fqns: str | Sequence[str] | None = None) -
     """
     known, patterns = base_weights(model), as_patterns(fqns)
     frozen = {name: place for name, place in known.items() if isinstance(place[0]._parameters[place[1]], MXWeight)}
-    for pattern in patterns or []:
-        if not any(matches_name(name, pattern) for name in frozen):
-            do = how_to_name(pattern, frozen)
-            raise ValueError(f"dequantize_base: {pattern!r} matched no weight frozen in MX, saw {shown_names(frozen)}; {do}")
+    check_patterns("dequantize_base", patterns or [], "weight frozen in MX", frozen)
     chosen = {name: place for name, place in frozen.items() if matches_any(name, patterns)}
     for module, name in chosen.values():
         dequantize_weight(module, name)

@@ -11,7 +11,7 @@ from mxep.device import resolve_gemm_path
 from mxep.models.families import build_model
 from mxep.models.presets import ModelConfig
 from mxep.moe import Router
-from mxep.parallel.conversion import how_to_name, matches_any, matches_name, name_patterns, shown_names
+from mxep.parallel.conversion import check_patterns, matches_any, name_patterns, shown_names
 from mxep.parallel.linears import MXLinear, why_linear_stays
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.config import AUTO, LINEARS, TrainConfig, split_names
@@ -47,10 +47,7 @@ def choose_linears(config: TrainConfig, shape: ModelConfig, tokens: int, device:
     if recipe is None or config.linear_fqns != AUTO:
         return config
     by_gain, skip = linears_by_gain(shape, recipe, tokens, config.tp), split_names(config.linear_skip)
-    for pattern in skip:
-        if not any(matches_name(name, pattern) for name in by_gain):
-            do = how_to_name(pattern, by_gain)
-            raise ValueError(f"--linear-skip: {pattern!r} matched no torch.nn.Linear, saw {shown_names(by_gain)}; {do}")
+    check_patterns("--linear-skip", skip, "torch.nn.Linear", by_gain)
     measured = resolve_gemm_path(recipe.gemm_path, device) == "fp8"
     chosen = [name for name, stays in by_gain.items() if measured and stays is None and not matches_any(name, skip)]
     return replace(config, linear_fqns=",".join(name_patterns(chosen, [name for name in by_gain if name not in chosen])))

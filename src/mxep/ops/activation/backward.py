@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mxep.device import compute_capability
+from mxep.device import chip_of
 from mxep.ops.activation.arguments import INPUTS, check_activation, empty_forms
 from mxep.ops.activation.columns import Variant, inputs_of
 from mxep.ops.activation.forward import row_sums
@@ -39,9 +39,8 @@ def options_of(variant: Variant, single_row: bool = False) -> dict[str, bool | i
 
 @functools.cache
 def _kernel(device: int, variant: Variant, single_row: bool) -> Kernel:
-    major, minor = compute_capability(device)
     options = options_of(variant, single_row)
-    return Kernel("activation_backward", FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
+    return Kernel("activation_backward", FILES, options, options["THREADS"], chip=chip_of(device))
 
 
 def activate_backward(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mxep.device import compute_capability
+from mxep.device import chip_of
 from mxep.ops.activation.columns import Variant, inputs_of
 from mxep.ops.activation.functions import is_gated, swiglu_of
 from mxep.ops.grouped_gemm.hopper.quantize_rows import HEADERS, check_width, rows_of_block, shared_bytes
@@ -34,11 +34,10 @@ def options_of(variant: Variant, forward: bool, block_scales: bool) -> dict[str,
 
 @functools.cache
 def _kernel(device: int, variant: Variant, forward: bool, block_scales: bool) -> Kernel:
-    major, minor = compute_capability(device)
     options = options_of(variant, forward, block_scales)
     check_width("activate", options["REBASED_WIDTH"], "ask for 'mx'")
     needed = shared_bytes(options["ROWS"], options["REBASED_WIDTH"])
-    return Kernel("activation_rebased", FILES, options, options["THREADS"], needed, chip=f"sm_{major}{minor}")
+    return Kernel("activation_rebased", FILES, options, options["THREADS"], needed, chip=chip_of(device))
 
 
 def launch_rebased(

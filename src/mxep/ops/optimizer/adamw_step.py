@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.device import compiler_problem, compute_capability, multiprocessors
+from mxep.device import chip_of, compiler_problem, compute_capability, multiprocessors
 from mxep.ops.optimizer import reference
 from mxep.ops.optimizer.codes import CELLS, code_tables
 from mxep.ops.optimizer.reference import bits_of, check_adamw_step
@@ -41,11 +41,10 @@ def options_of(bits: int, floats: tuple[bool, bool], vectors: bool, runs: int) -
 @functools.cache
 def _kernel(device: int, entry: str, *variant: Any) -> Kernel:
     """`variant`: the arguments of `options_of`."""
-    major, minor = compute_capability(device)
     options = options_of(*variant)
     words = 3 * CELLS + 2 * options["CODE_VALUES"] if options["BITS"] else 0
     threads, shared = (32, 0) if entry == _COUNT else (tiles.ADAMW_THREADS, 4 * words)
-    return Kernel(entry, FILES, options, threads, shared, chip=f"sm_{major}{minor}")
+    return Kernel(entry, FILES, options, threads, shared, chip=chip_of(device))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mxep.device import compute_capability
+from mxep.device import chip_of
 from mxep.ops.peer_write.reference import check_p2p_reduce_rows, check_p2p_scatter_rows
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Arguments, Kernel
@@ -42,9 +42,8 @@ def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, row_chun
 @functools.cache
 def _kernel(device: int, sums: bool, mode: str, item_bytes: int, word_bytes: int, most_chunks: int, chunk: bool) -> Kernel:
     """One variant; `most_chunks`: of a row, a power of two, at most twice a warp's lanes for all longer rows."""
-    major, minor = compute_capability(device)
     options = options_of(sums, mode, item_bytes, word_bytes, most_chunks, chunk)
-    return Kernel("p2p", FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
+    return Kernel("p2p", FILES, options, options["THREADS"], chip=chip_of(device))
 
 
 def _word_bytes(*multiples: int) -> int:

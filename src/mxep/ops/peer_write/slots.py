@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from mxep.device import compute_capability
+from mxep.device import chip_of
 from mxep.ops.peer_write import p2p
 from mxep.ops.peer_write.reference import sent_bytes
 from mxep.ops.peer_write.slots_reference import PeerMessage, check_round
@@ -47,8 +47,7 @@ def _most(row_chunks: int) -> int:
 def _kernel(entry: str, device: int, mode: str, item_bytes: int, most_chunks: int, room: int) -> Kernel:
     take = entry == "recv_slots"
     options = recv_options(item_bytes, most_chunks, room) if take else send_options(mode, item_bytes, most_chunks, room)
-    major, minor = compute_capability(device)
-    return Kernel(entry, FILES, options, options["THREADS"], chip=f"sm_{major}{minor}")
+    return Kernel(entry, FILES, options, options["THREADS"], chip=chip_of(device))
 
 
 class _Variant(NamedTuple):

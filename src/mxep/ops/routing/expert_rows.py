@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mxep.device import compute_capability
+from mxep.device import chip_of
 from mxep.ops.routing.index_reference import check_index_expert_rows, check_index_topk
 from mxep.ops.runtime.nvrtc import Kernel
 
@@ -24,9 +24,8 @@ def options_of(long: bool, scored: bool) -> dict[str, bool | int]:
 
 @functools.cache
 def _kernel(device: int, entry: str, long: bool, scored: bool, num_local_experts: int) -> Kernel:
-    major, minor = compute_capability(device)
     shared = 0 if entry == "expert_rows_scan" else _THREADS // 32 * num_local_experts * _INT_BYTES
-    return Kernel(entry, FILES, options_of(long, scored), _THREADS, shared, chip=f"sm_{major}{minor}")
+    return Kernel(entry, FILES, options_of(long, scored), _THREADS, shared, chip=chip_of(device))
 
 
 class _Scored(NamedTuple):
