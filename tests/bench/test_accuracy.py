@@ -4,28 +4,51 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
-import torch
+import torch.distributed as dist
+from tests.bench_cases import CPU
 from tests.ranks import run_ranks
 
-from mxep.bench import accuracy, report
+from mxep.bench import accuracy, command, markdown_tables, registry, report, tables
 from mxep.bench.records import read_records, write_records
 from mxep.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def _rank(rank: int, world: int) -> dict[str, dict[str, float]]:
-    return {routing: accuracy.measure(routing, 256, 256, 128, 4, torch.device("cpu")) for routing in accuracy.ROUTINGS}
+def _rank(rank: int, world: int) -> list[dict]:
+    setting = registry.Setting(CPU, quick=True, group=dist.group.WORLD)
+    records = registry.run("accuracy", setting, "some command", lambda text: None)
+    few = partial(accuracy.measure, rows=64, D=64, N=32, L=2, device=CPU)
+    with (
+        mock.patch.object(accuracy, "measure", lambda routing, *sizes: few(routing)),
+        mock.patch.dict(accuracy.LEAST_DB, dw=99.0),
+        pytest.raises(registry.CheckFailedError, match=r"accuracy, balanced, out .*: mxfp8: dw at .* dB from bf16, want at least 99 dB"),
+    ):
+        registry.run("accuracy", setting, "", lambda text: None)
+    return records
 
 
 def test_figures_reach_what_is_asked() -> None:
-    for figures in run_ranks(_rank, 2):
-        for routing, values in figures.items():
-            for name, least in accuracy.LEAST_DB.items():
-                assert values[name] >= least, (routing, name, values)
+    for records in run_ranks(_rank, 2):
+        assert [record["routing"] for record in records] == list(accuracy.ROUTINGS)
+        for record in records:
+            assert record["limit"] == {"out_at_least_db": 28.0, "dx_at_least_db": 26.0, "dw_at_least_db": 25.0}
+            assert all(record["sqnr_db"][name] >= least for name, least in accuracy.LEAST_DB.items()), record
+            assert (record["benchmark"], record["world_size"], record["command"]) == ("accuracy", 2, "some command")
+        assert tables.tables(records) == [], "nothing is timed"
+        assert "| CPU, gloo, 2 ranks, (1024, 512) x (8, 256) | 28." in markdown_tables.accuracy_table(records)
+
+
+def test_a_cpu_records_beside_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are no times, so the quick run is as good."""
+    asked = ["bench", "accuracy", "--device", "cpu", "--quick", "--record"]
+    monkeypatch.setattr(command, "start_ranks", lambda words, device, ranks: words != asked or device != "cpu")
+    assert main(asked) == 0
 
 
 def test_pages_show_the_records(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,10 +131,9 @@ def _shared_memory(rank: int, world: int, name: str) -> None:
         for want, got in zip(run.results("mxfp8_nccl"), run.results(arm), strict=True):
             assert torch.equal(want, got), arm
     assert set(run.all_parts()["parts_ms"]) == {*pipeline.ARMS, "mxfp8_blocks"}
-    times = {f"{arm}_{part}": Timing.of([1.0]) for arm in (*run.plans, "limit") for part in ("forward", "backward", "total")}
-    assert {"blocks_total_vs_bf16", "nccl_total_vs_bf16", "total_vs_bf16_exchange"} < set(
-        pipeline.compute_figures(times, 64, 32, "balanced")
-    )
+    ms = {f"{arm}_{part}": 1.0 for arm in (*run.plans, "limit") for part in ("forward", "backward", "total")}
+    figures = pipeline.compute_figures(ms, 64, 32, "balanced")
+    assert {"blocks_total_vs_bf16", "nccl_total_vs_bf16", "total_vs_bf16_exchange"} < set(figures)
 
 
 def test_pipeline_over_shared_memory() -> None:
@@ -314,7 +313,7 @@ def test_rounds_of_a_setting_a_case_and_a_benchmark(monkeypatch: pytest.MonkeyPa
         return {"some": Timing.of([1.0] * 20)}
 
     def cases(own: Rounds | None) -> list[registry.Case]:
-        return [registry.Case("some", {"T": 1}, {"some": {"": lambda: None}}, lambda: None, lambda times: {}, rounds=own)]
+        return [registry.Case("some", {"T": 1}, {"some": {"": lambda: None}}, lambda: None, lambda ms: {}, rounds=own)]
 
     own = Rounds(count=4, timed=5, warm_ms=1.0)
     monkeypatch.setattr(registry, "time_arms", time_nothing)
@@ -331,7 +330,7 @@ def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch, tm
     assert Timing.of([1.0, 1.09] * 10, rounds=2).round_spread == 1.0, "that is the runs' spread"
     times = {"steady": rounds[0], "unsteady": rounds[1], "waiting": Timing.of([1.0] * 20, 2, 0.25)}
     monkeypatch.setattr(registry, "time_arms", lambda *args: times)
-    case = registry.Case("some", {"T": 1}, {}, lambda: None, lambda times: {})
+    case = registry.Case("some", {"T": 1}, {}, lambda: None, lambda ms: {})
     monkeypatch.setattr(registry, "cases_of", lambda name, setting: [case])
     said: list[str] = []
     (record,) = registry.run("quantize", registry.Setting(CPU), "", said.append)
@@ -354,10 +353,10 @@ def test_a_run_that_is_broken_off_leaves_what_it_measured(monkeypatch: pytest.Mo
     monkeypatch.setattr(registry, "time_arms", lambda *args: {"arm": Timing.of([1.0] * 20, 2)})
 
     def cases(name: str, setting: registry.Setting) -> Iterator[registry.Case]:
-        yield registry.Case("first", {"T": 1, "D": 1}, {}, lambda: None, lambda times: {})
+        yield registry.Case("first", {"T": 1, "D": 1}, {}, lambda: None, lambda ms: {})
         if broken:
             raise KeyboardInterrupt
-        yield registry.Case("second", {"T": 2, "D": 1}, {}, lambda: None, lambda times: {})
+        yield registry.Case("second", {"T": 2, "D": 1}, {}, lambda: None, lambda ms: {})
 
     monkeypatch.setattr(registry, "cases_of", cases)
     argv = ["rows", "--quick", "--device", "cpu", "--record", "--out", str(tmp_path)]

@@ -18,6 +18,7 @@ from mxep.commands.convergence import MAX_DIFFERENCE, RunPool, SeedRun, command,
 from mxep.train.data import text_files
 from mxep.train.data.loader import ByteTokenizer, load_corpus
 from mxep.train.metrics import read_metrics
+from mxep.train.option_parser import read_options
 
 RECIPES = ("mxfp8_wgrad_with_hp", "bf16")
 
@@ -139,6 +140,10 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "| bf16 |" in markdown_tables.TABLES["convergence"]([record | {"device": "h200"}])
     assert plots.draw({"convergence": [record]}, tmp_path / "plots") == []  # a CPU's is no record of the README
     assert [path.name for path in plots.draw({"convergence": [record | {"device": "h200"}]}, tmp_path / "plots")] == ["convergence.png"]
+    path = tmp_path / "runs" / "bf16-seed0" / "metrics.jsonl"
+    path.write_text(path.read_text().replace(read_metrics(path)[0]["data"]["fingerprint"], "another"))
+    assert main(["convergence", *out, "--resume"]) == 2
+    assert "the text has changed between the runs (" in capsys.readouterr().err
     assert main(["convergence", *out, "--seeds", "1", "--resume"]) == 2
     assert "leave out" in capsys.readouterr().err
     assert main(["convergence", *out, "--seeds", "1", "--", *small]) == 2
@@ -176,6 +181,11 @@ def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) ->
         (["--arm", "mine=--config mine.toml"], "--arm mine: --config must be the same in all runs"),
         (["--arm", "mine=--keep-first-product mxfp8"], "--keep-first-product=mxfp8 without --fused-layer"),
         (["--arm", "mine=--recipe mxfp9"], "'mxfp9' is unknown"),
+        (["--arm", "mine=--no-checkpoint"], "--checkpoint=False: --resume continues from the checkpoints"),
+        (["--arm", "mine=--no-evaluate"], "--evaluate=False: the comparison uses the evaluations"),
+        (["--arm", "mine=--data-field x"], "--arm mine: --data-field must be the same in all runs"),
+        (["--arm", "mine=--chat"], "--arm mine: --chat must be the same in all runs"),
+        (["--arm", "mine=--layers 2"], "--arm mine: another model, which must be the same in all runs"),
         (["--seconds", "0"], "--seconds=0.0, want more than 0"),
         (["--resume"], "nothing to continue"),
     ],
@@ -206,6 +216,10 @@ def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
     assert words.index("98304") < words.index("2048")
     assert words[-2:] == ["--eval-every", "12"]
     assert train_options(["--steps", "9"], tmp_path)[-2:] == ["--eval-every", "1"]
+    (tmp_path / "given.toml").write_text("eval_tokens = 4096\ncache_weights = false\nlog_every = 3\n")
+    of_file = read_options(train_options(["--model", "dsv3_debug", "--config", str(tmp_path / "given.toml")], tmp_path))
+    assert (of_file.eval_tokens, of_file.cache_weights, of_file.log_every) == (4096, False, 3)
+    assert of_file.checkpoint_every == 1000  # the preset's steps
     assert train_options([], tmp_path)[:4] == ["--model", "dsv3_small", "--data", str(tmp_path / "corpus.jsonl")]
 
 

@@ -40,7 +40,9 @@ def test_examples() -> None:
 
 
 def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["lora-convergence", "--base", str(make_base(tmp_path / "base")), "--data", json.__path__[0], *SMALL]
+    text = tmp_path / "text.py"
+    text.write_text("".join(path.read_text() for path in sorted(Path(json.__path__[0]).glob("*.py"))))
+    words = ["lora-convergence", "--base", str(make_base(tmp_path / "base")), "--data", str(text), *SMALL]
     assert main([*words, "--out", str(tmp_path / "whole"), "--record", str(tmp_path), "--at-once", "2"]) == 0
     assert "step 3 of 3" in (tmp_path / "whole" / "lora_mx-seed1" / "log.txt").read_text()
     said = capsys.readouterr().out
@@ -60,6 +62,9 @@ def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.Capt
         assert again["arms"][name]["held_out"] == pytest.approx(arm["held_out"], rel=1e-5)
     assert main([*words, "--out", str(tmp_path / "pieces"), "--rank", "4"]) == 2
     assert "rank=4, want 8" in capsys.readouterr().err
+    text.write_text(Path(doctest.__file__).read_text())
+    assert main([*words, "--out", str(tmp_path / "pieces")]) == 2
+    assert "--data: the text is another one than that of the runs in" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_in_its_process_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

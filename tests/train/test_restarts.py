@@ -21,6 +21,7 @@ from mxep.train.run_folder import list_checkpoints
 
 TINY = ["--device", "cpu", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--log-every", "1", "--warmup", "1"]
 COMMAND = [sys.executable, "-m", "mxep", "train", *TINY]
+ALONE = ["--nproc", "1"]  # where a second rank would only import torch once more
 LIMIT_S = 120
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
@@ -84,7 +85,7 @@ def assert_whole(out: Path) -> None:
 
 
 def test_of_two_that_start_at_once_one_runs(tmp_path: Path, words: list[str]) -> None:
-    runs = [start(*words, "--steps", "100000", "--checkpoint-every", "1") for _ in range(2)]
+    runs = [start(*words, *ALONE, "--steps", "100000", "--checkpoint-every", "1") for _ in range(2)]
     deadline = time.monotonic() + LIMIT_S
     while all(run.poll() is None for run in runs):
         assert time.monotonic() < deadline
@@ -165,6 +166,7 @@ def test_torchrun_restarts_go_on(tmp_path: Path, words: list[str]) -> None:
 @pytest.mark.slow
 def test_a_damaged_checkpoint_names_the_last_good_one(tmp_path: Path, words: list[str]) -> None:
     out = tmp_path / "run"
+    words = [*words, *ALONE]
     assert finish(*words, "--steps", "9", "--stop-after", "4", "--checkpoint-every", "1", "--keep", "4").returncode == 0
     losses = (out / "metrics.jsonl").read_text()
     for step in (3, 4):

@@ -168,6 +168,13 @@ def test_a_bare_resume_says_nothing(tmp_path: Path, text: str, one_rank: None, c
     assert "change" not in {record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")}
 
 
+def test_a_step_to_profile_that_was_taken_is_told(tmp_path: Path, text: str, one_rank: None) -> None:
+    first_stage(tmp_path, text)
+    lines = {step: trainer(0, 1, str(tmp_path), data=(text,), steps=12, resume=True, profile_step=step).describe() for step in (3, 4)}
+    assert "--profile-step=3 changes nothing: the run has taken 3 steps" in lines[3]
+    assert not any("--profile-step" in line for line in lines[4])
+
+
 def test_a_checkpoint_from_before_there_were_stages(tmp_path: Path, text: str, one_rank: None) -> None:
     first_stage(tmp_path, text)
 

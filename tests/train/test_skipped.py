@@ -268,3 +268,21 @@ def test_a_last_step_that_was_skipped_is_no_stopped_run(tmp_path: Path, capsys: 
 
     assert train_both(("a", "b"), tmp_path, train, 5) == 0
     assert "was stopped" not in capsys.readouterr().out
+
+
+def test_skipped_steps_push_no_older_checkpoint_out(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
+    run = trainer(0, 1, str(tmp_path), data=(text,), steps=20, evaluate=False, checkpoint_every=1, keep=2)
+    not_finite(run, range(4, 21))
+    with pytest.raises(FloatingPointError):
+        run.train()
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002", "step_00000003"]
+
+
+def test_a_run_without_a_good_step_has_a_checkpoint_to_resume(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
+    options = {"data": (text,), "steps": 20, "evaluate": False, "checkpoint_every": 10}
+    run = trainer(0, 1, str(tmp_path), **options)
+    not_finite(run, range(1, 21))
+    with pytest.raises(FloatingPointError, match="the weights are those of step 0: resume with --resume"):
+        run.train()
+    mxep.train.trainer.gradient_norm = gradient_norm
+    assert trainer(0, 1, str(tmp_path), resume=True, **options).train()

@@ -22,7 +22,6 @@ import torch
 from mxep.bench.baselines import copy_of, even_counts
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Timing
 from mxep.comm import group_name_of, transport_of
 from mxep.ep.dispatch import AllToAll, exchange_hp, exchange_mx
 from mxep.ep.quantized_all_to_all import to_mxfp8_a2a_dequant
@@ -117,9 +116,8 @@ class RowExchangeProblem:
         return problem
 
 
-def compute_figures(times: Mapping[str, Timing], T: int, D: int, world: int) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float], T: int, D: int, world: int) -> dict[str, Figure]:
     """Ratios to bf16; forward and backward move the same bytes, so both have the same limit."""
-    ms = {name: timing.median_ms for name, timing in times.items()}
     limit = max(ms["exchange"], ms["copy"])
     target = LARGEST_TARGET if (BATCHES[-1] * SEQUENCE, WIDTH) == (T, D) else 1.0
     figures = {}

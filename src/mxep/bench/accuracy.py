@@ -1,26 +1,18 @@
-"""Accuracy of the five blocks against the same pipeline in bf16: signal to quantisation noise of out, dx and dW.
+"""`mxep bench accuracy`: the five blocks against the same pipeline in bf16, signal to quantisation noise of out, dx and dW.
 
-Run it with torchrun, on GPUs or, without any, on gloo:
-
-    torchrun --nproc-per-node=2 -m mxep.bench.accuracy --record
-
-It fails if a figure is below what torchao's own tests require.
+It fails if a figure is below what torchao's own tests require, and times nothing.  Also what other benchmarks compare results with.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from mxep.bench.ranks import rank_group
-from mxep.bench.records import RESULTS, Record, device_name, origin, write_records
+from mxep.bench.registry import Case, Setting
 from mxep.comm import set_transport
-from mxep.device import default_device_type
 from mxep.ep.blocks import combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.grouped_mm.function import expert_mm
@@ -95,6 +87,13 @@ def db_problem(arm: str, db: Mapping[str, float], least: Mapping[str, float], ba
     return None
 
 
+def gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of leaves, all of which have one."""
+    found = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    assert len(found) == len(leaves)
+    return found
+
+
 def measure(routing: str, rows: int, D: int, N: int, L: int, device: torch.device) -> dict[str, float]:
     """dB of out, dx and dW of the MXFP8 pipeline against bf16, one routing, same data and weights."""
     group = dist.group.WORLD
@@ -110,47 +109,22 @@ def measure(routing: str, rows: int, D: int, N: int, L: int, device: torch.devic
         leaves = [value.clone().requires_grad_() for value in (x, weight)]
         out = five_blocks(leaves[0], leaves[1], plan, resolve_recipe(name))
         out.backward(grad)
-        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        results.append([out.detach(), *gradients(leaves)])
     return {name: sqnr_db(a, b, group) for name, a, b in zip(LEAST_DB, *results, strict=True)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every routing, prints a table on rank 0, writes the record with --record; returns 1 if a figure is too low."""
-    parser = argparse.ArgumentParser(prog="accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help=f"write {RESULTS}/accuracy-<device>-<world>.json")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
-    options = parser.parse_args(argv)
-    with rank_group(True, default_device_type()) as (device, group):
-        set_transport("collective", group, device=device)  # the bits are the same over any
-        lowest, records = _measure_all(device)
-        if options.record and dist.get_rank() == 0 and not lowest:
-            print("wrote", write_records("accuracy", device_name(device), dist.get_world_size(), records, options.out))
-    return 1 if lowest else 0
-
-
-def _measure_all(device: torch.device) -> tuple[int, list[Record]]:
-    """How many figures are too low, and a record for each routing; rank 0 prints the figures."""
-    shape = {"T": 16384, "D": 7168, "N": 2048, "L": 8} if device.type == "cuda" else {"T": 1024, "D": 512, "N": 256, "L": 8}
-    records, lowest = [], 0
+def cases(setting: Setting) -> Iterator[Case]:
+    """Every routing."""
+    set_transport("collective", setting.group, device=setting.device)  # the bits are the same over any
+    T, D, N, L = (1024, 512, 256, 8) if setting.tiny else (16384, 7168, 2048, 8)
     for routing in ROUTINGS:
-        figures = measure(routing, shape["T"], shape["D"], shape["N"], shape["L"], device)
-        lowest += sum(figures[name] < least for name, least in LEAST_DB.items())
-        records.append(
-            {
-                "benchmark": "accuracy",
-                "device": device_name(device),
-                "world_size": dist.get_world_size(),
-                "shape": shape,
-                "routing": routing,
-                "sqnr_db": {name: round(value, 2) for name, value in figures.items()},
-                "limit": {f"{name}_at_least_db": least for name, least in LEAST_DB.items()},
-                **origin(f"torchrun --nproc-per-node={dist.get_world_size()} -m mxep.bench.accuracy --record"),
-            }
+        db = measure(routing, T, D, N, L, setting.device)
+        yield Case(
+            ", ".join([routing, *(f"{name} {value:.2f} dB" for name, value in db.items())]),
+            {"T": T, "D": D, "N": N, "L": L},
+            {},
+            partial(db_problem, "mxfp8", db, LEAST_DB, "bf16"),
+            lambda ms: {},
+            {"routing": routing, "sqnr_db": {name: round(value, 2) for name, value in db.items()}},
+            after=lambda: {"limit": {f"{name}_at_least_db": least for name, least in LEAST_DB.items()}},
         )
-        if dist.get_rank() == 0:
-            print(f"{routing:9}", *(f"{name} {value:6.2f} dB (at least {LEAST_DB[name]:.0f})" for name, value in figures.items()), sep="  ")
-    return lowest, records
-
-
-if __name__ == "__main__":
-    sys.exit(main())

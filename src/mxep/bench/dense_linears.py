@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxep.bench.accuracy import gradients
 from mxep.bench.experts import dense_products
 from mxep.bench.peers import relative_errors
 from mxep.bench.records import Record, median_ms
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Arm, Timing, host_facts, run_arm
+from mxep.bench.timing import Arm, host_facts, run_arm
 from mxep.mx.weight_cache import WeightCache
 from mxep.parallel.linear_gains import LinearTimes
 from mxep.parallel.linears import MXLinear
@@ -106,9 +107,7 @@ class LinearProblem:
 
     def results(self, arm: str) -> dict[str, Tensor]:
         run_arm(self.stages(arm))
-        assert self.leaf.grad is not None
-        assert self.weight.grad is not None
-        return dict(zip(RESULTS, (self.y.detach(), self.leaf.grad, self.weight.grad), strict=True))
+        return dict(zip(RESULTS, (self.y.detach(), *gradients((self.leaf, self.weight))), strict=True))
 
     def check(self) -> str | None:
         """Every arm against float64; keeps the errors."""
@@ -131,9 +130,8 @@ class LinearProblem:
         return found | {"errors": self.errors, "host_us_asked": dict.fromkeys(OURS, _HOST_US_ASKED)}
 
 
-def compute_figures(times: Mapping[str, Timing], target: float | None) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float], target: float | None) -> dict[str, Figure]:
     """Forward and backward together, of every arm of ours against torch.nn.Linear."""
-    ms = {name: timing.median_ms for name, timing in times.items()}
     base = ms[f"{LINEAR}_total"]
     return {
         f"{arm}_vs_linear": Figure(base / ms[f"{arm}_total"], base / ms[f"{limit}_total"], target if arm == "mx" else None)

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.bench.accuracy import db_problem, sqnr_db
+from mxep.bench.accuracy import db_problem, gradients, sqnr_db
 from mxep.bench.baselines import copy_of, counts_of, dense_fp8, random_fp8
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, Timing, host_facts, run_arm
+from mxep.bench.timing import Arm, host_facts, run_arm
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.experts import Experts
 from mxep.mx.tensor import quantize_mx
@@ -96,17 +96,12 @@ class ExpertsProblem:
             else:
                 self.y = self._bf16(self.leaf, self.swiglu if arm == "bf16_compiled" else _swiglu)
 
-        def backward() -> None:
-            self.y.backward(given[1])
-
-        return {"forward": forward, "backward": backward}
+        return {"forward": forward, "backward": lambda: self.y.backward(given[1])}
 
     def results(self, arm: str) -> list[Tensor]:
         """y, dx and the gradients of w1, w2 and w3."""
         run_arm(self.stages(arm))
-        grads = [leaf.grad for leaf in (self.leaf, *self.weights)]
-        assert all(grad is not None for grad in grads)
-        return [self.y.detach(), *(grad for grad in grads if grad is not None)]
+        return [self.y.detach(), *gradients((self.leaf, *self.weights))]
 
     def check(self) -> str | None:
         """Every arm of ours against bf16; keeps each one's worst result."""
@@ -194,9 +189,8 @@ def _dense_bf16(rows: int, inner: int, columns: int, device: torch.device) -> Ca
     return lambda: a @ b.t()
 
 
-def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float]) -> dict[str, Figure]:
     """Forward, backward and both together, of every arm of ours, against bf16."""
-    ms = {name: timing.median_ms for name, timing in times.items()}
     figures: dict[str, Figure] = {}
     for arm in _OURS:
         prefix, limit = "" if arm == "fused" else f"{arm}_", "dense_fp8" if arm.startswith("fused_mx") else "dense_hp_wgrad"

@@ -32,7 +32,6 @@ from mxep.bench import transformers
 from mxep.bench.finetune_arms import ARMS, BASELINE, CHECK, DEFAULT_MODEL, MODELS, RANK, TINY, FinetuneSizes, measure_arm
 from mxep.bench.peer_arms import short_reason
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Timing
 from mxep.bench.transformers_step import model_config
 
 _QUICK_LAYERS = 4
@@ -76,7 +75,7 @@ class FinetuneProblem:
             return f"no arm has run: {self.left_out}"
         return None
 
-    def compute_figures(self, times: Mapping[str, Timing]) -> dict[str, Figure]:
+    def compute_figures(self, ms: Mapping[str, float]) -> dict[str, Figure]:
         """Tokens per second of LoRA on the base in MX against those on bf16, once both have run."""
         asked = self.whole and self.sizes.model == DEFAULT_MODEL
         rates = {arm: found["tokens_per_s"] for arm, found in self.results.items()}

@@ -21,7 +21,7 @@ import torch
 from mxep import reference
 from mxep.bench.baselines import MAX_ERROR, FP8Functions, copy_of, counts_of, dense_fp8, fp8_functions, torch_bf16
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import CALLS, Arm, Call, Rounds, Timing, captured, host_facts
+from mxep.bench.timing import CALLS, Arm, Call, Rounds, captured, host_facts
 from mxep.grouped_mm.function import to_mxfp8_then_scaled_grouped_mm
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
 
@@ -157,8 +157,8 @@ def _rows_case(kind: str, problem: GemmProblem, setting: Setting, f: FP8Function
                 return found
         return None
 
-    def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
-        ms = {name.removeprefix(f"{kind}_"): timing.median_ms for name, timing in times.items()}
+    def compute_figures(ms: Mapping[str, float]) -> dict[str, Figure]:
+        ms = {name.removeprefix(f"{kind}_"): value for name, value in ms.items()}
         dense, plain = ms["dense_fp8"], ms["dense_fp8"] + ms["copy"]
         narrow = (width, out_width) == (7168, 2048) or (K, N) == (2048, 1408)  # of the product itself: dgrad's is the other way round
         full = problem == GemmProblem(ROWS, K, N, 8)
@@ -207,8 +207,8 @@ def _wgrad_case(problem: GemmProblem, setting: Setting, f: FP8Functions) -> Case
         results = {name: run() for name, run in ours.items()} | {"operator_add": total}
         return _accuracy_problem((f"wgrad_{name}", result, truth) for name, result in results.items())
 
-    def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
-        ms = {name.removeprefix("wgrad_"): timing.median_ms for name, timing in times.items()}
+    def compute_figures(ms: Mapping[str, float]) -> dict[str, Figure]:
+        ms = {name.removeprefix("wgrad_"): value for name, value in ms.items()}
         bf16 = min(ms["torch_bf16"], ms["torch_bf16_transposed"])  # the faster orientation
         dense, plain = ms["dense_fp8"], ms["dense_fp8"] + ms["copy"]
         figures: dict[str, tuple[str, float, float | None]] = {
@@ -229,7 +229,7 @@ def _case(
     problem: GemmProblem,
     works: Mapping[str, Callable[[], object]],
     check: Callable[[], str | None],
-    compute_figures: Callable[[Mapping[str, Timing]], dict[str, Figure]],
+    compute_figures: Callable[[Mapping[str, float]], dict[str, Figure]],
 ) -> Case:
     arms: dict[str, Arm] = {f"{kind}_{name}": {"": work} for name, work in works.items()}
     return Case(problem.title(kind), problem.shape, arms, check, compute_figures, {"routing": problem.routing})
@@ -272,8 +272,7 @@ def _few_rows_case(problem: GemmProblem, setting: Setting, f: FP8Functions) -> C
         }
         return _accuracy_problem((kind, ours[kind](), truth) for kind, truth in truths.items())
 
-    def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
-        ms = {name: timing.median_ms for name, timing in times.items()}
+    def compute_figures(ms: Mapping[str, float]) -> dict[str, Figure]:
         return {f"{kind}_vs_torch_bf16": Figure(ms[f"{kind}_torch_bf16"] / ms[f"{kind}_plain"], _FEW_LIMIT, 1.0) for kind in ours}
 
     def host_times() -> dict[str, Any]:

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.bench.accuracy import db_problem, sqnr_db
+from mxep.bench.accuracy import db_problem, gradients, sqnr_db
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, Timing, host_facts, run_arm
+from mxep.bench.timing import Arm, host_facts, run_arm
 from mxep.bench.training import IDLE, exposed_ms, step_parts, trace_of
 from mxep.comm.collective import gather_objects, resolve_group
 from mxep.device import total_memory
@@ -225,9 +225,7 @@ class LayerProblem:
     def results(self, arm: str) -> list[Tensor]:
         """The tensors that `RESULTS` names, of one forward and backward."""
         run_arm(self.stages(arm))
-        grads = [leaf.grad for leaf in (self.leaf, self.gate, *self.experts, *self.biases)]
-        assert all(grad is not None for grad in grads)
-        return [self.out.detach(), *(grad for grad in grads if grad is not None)]
+        return [self.out.detach(), *gradients((self.leaf, self.gate, *self.experts, *self.biases))]
 
     def check(self) -> str | None:
         """Every arm with an exchange, with biases, against the blocks in bf16; keeps the differences for the record."""
@@ -308,10 +306,10 @@ class LayerProblem:
         return {**{name: self.stages(name) for name in names}, **routers, **{f"{arm}_inference": self.inference(arm) for arm in _INFERENCE}}
 
 
-def compute_figures(times: Mapping[str, Timing], size: Size, routing: str, world: int) -> dict[str, Figure]:
+def compute_figures(measured_ms: Mapping[str, float], size: Size, routing: str, world: int) -> dict[str, Figure]:
     """Speed against bf16 over NCCL, the share of one GPU's speed that the ranks reach, and the router's GEMM alone as a share of a layer's
     time (limit: in bf16)."""
-    ms = {name: timing.median_ms for name, timing in times.items()}
+    ms = dict(measured_ms)
     for stage in ("forward", "backward", "total"):
         ms[f"base_{stage}"] = min(ms[f"{arm}_{stage}"] for arm in BASELINES)
         if f"local_{stage}" in ms:

@@ -545,6 +545,7 @@ def run_table(name: str, folder: Path = RESULTS) -> str:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
+    "accuracy": accuracy_table,
     "pipeline": pipeline_tables,
     "a2a": a2a_table,
     "layer": layer_tables,

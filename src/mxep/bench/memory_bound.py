@@ -16,7 +16,7 @@ import torch
 from mxep import reference
 from mxep.bench.baselines import copy_of, fp8_functions
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import CALLS, Call, Timing, captured, host_facts
+from mxep.bench.timing import CALLS, Call, captured, host_facts
 from mxep.device import available_gemm_paths
 from mxep.grouped_mm.bias import bias_grad
 from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
@@ -113,10 +113,10 @@ def _problem(movers: Movers) -> str | None:
     return next((f"{name} differs from its reference" for name, mover in movers.items() if not mover.agrees()), None)
 
 
-def compute_figures(times: Mapping[str, Timing], main: str, movers: Movers, copied: int) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float], main: str, movers: Movers, copied: int) -> dict[str, Figure]:
     """Each kernel's bytes per second as a share of the copy's."""
-    rate = 2 * copied / times["copy"].median_ms
-    shares = {name: Figure(mover.moved_bytes / times[name].median_ms / rate, 1.0, mover.target) for name, mover in movers.items()}
+    rate = 2 * copied / ms["copy"]
+    shares = {name: Figure(mover.moved_bytes / ms[name] / rate, 1.0, mover.target) for name, mover in movers.items()}
     return {"fraction_of_copy": shares[main], **{f"{name}_fraction_of_copy": share for name, share in shares.items()}}
 
 

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mxep.bench.accuracy import gradients
 from mxep.bench.experts import dense_ffn, dense_products, saved_bytes
 from mxep.bench.peer_arms import FP8_PEERS, PEERS, Experts, load_peers, short_reason
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Arm, Timing, host_facts, run_arm
+from mxep.bench.timing import Arm, host_facts, run_arm
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.fused.autograd import run_layer
 from mxep.fused.layer import fused_experts
@@ -200,16 +201,11 @@ class PeersProblem:
             self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
             self.y = self.experts[arm](self.leaves[0], self.choices, self.leaves[1], self.w1, self.w2)
 
-        def backward() -> None:
-            self.y.backward(self.dy)
-
-        return {"forward": forward, "backward": backward}
+        return {"forward": forward, "backward": lambda: self.y.backward(self.dy)}
 
     def results(self, arm: str) -> dict[str, Tensor]:
         run_arm(self.stages(arm))
-        found = (self.y.detach(), *(leaf.grad for leaf in (*self.leaves, self.w1, self.w2)))
-        assert all(value is not None for value in found)
-        return dict(zip(RESULTS, found, strict=True))  # type: ignore[arg-type]
+        return dict(zip(RESULTS, (self.y.detach(), *gradients((*self.leaves, self.w1, self.w2))), strict=True))
 
     def check(self) -> str | None:
         """Every arm against float64; keeps the errors."""
@@ -282,9 +278,8 @@ def error_problem(arm: str, errors: Mapping[str, Mapping[str, float]]) -> str | 
     return None
 
 
-def compute_figures(times: Mapping[str, Timing], targets: Mapping[str, float]) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float], targets: Mapping[str, float]) -> dict[str, Figure]:
     """Forward and backward together: every arm of ours against compiled torch, the MXFP8 ones against eager torch and the fastest peer."""
-    ms = {name: timing.median_ms for name, timing in times.items()}
     found = [ms[f"{peer}_total"] for peer in PEERS if f"{peer}_total" in ms]
     against = [(arm, "compiled", ms[f"{COMPILED}_total"]) for arm in OURS]
     against += [(arm, "eager", ms[f"{EAGER}_total"]) for arm in ("hp", "mx")]

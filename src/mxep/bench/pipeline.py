@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from mxep.bench.accuracy import LEAST_DB, db_problem, five_blocks, sqnr_db
+from mxep.bench.accuracy import LEAST_DB, db_problem, five_blocks, gradients, sqnr_db
 from mxep.bench.baselines import copy_of, counts_of, dense_fp8, random_bytes, random_fp8
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
@@ -146,9 +146,7 @@ class PipelineProblem:
         self.forward(arm)
         self.backward()
         assert self.out is not None
-        assert self.x.grad is not None
-        assert self.w.weight.grad is not None
-        return [self.out.detach(), self.x.grad, self.w.weight.grad]
+        return [self.out.detach(), *gradients((self.x, self.w.weight))]
 
     def check(self) -> str | None:
         """Every arm against bf16 over all ranks, with the bounds of torchao's own tests; over symmetric memory also the same bits."""
@@ -196,9 +194,8 @@ class PipelineProblem:
         return {"parts_ms": {arm: self.parts(arm) for arm in self.plans if arm != ONE_CALL}}
 
 
-def compute_figures(times: Mapping[str, Timing], D: int, N: int, routing: str) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float], D: int, N: int, routing: str) -> dict[str, Figure]:
     """Ratios of totals, forward and backward."""
-    ms = {name: timing.median_ms for name, timing in times.items()}
     figures: dict[str, Figure] = {}
     for arm, prefix in (("mxfp8_nccl", "nccl_"), (BLOCKS, "blocks_"), (ONE_CALL, "")):
         for baseline in BASELINES if f"{arm}_total" in ms else ():

@@ -190,17 +190,8 @@ def _training_title(record: Record) -> str:
     return ", ".join(words)
 
 
-def train_step(records: Sequence[Record], folder: Path) -> Path:
-    """A training step's time by its parts on the most ranks: a panel for each run, a bar for each arm, the longest first."""
-    return _step_parts(of_most_ranks(records), "train_step", folder)
-
-
-def train_step_one_gpu(records: Sequence[Record], folder: Path) -> Path:
-    """The same of one GPU, with one scale for all runs: models before and after a change stand one above the other."""
-    return _step_parts(sorted(records, key=lambda record: record["model"]["name"]), "train_step_one_gpu", folder, one_scale=True)
-
-
-def _step_parts(chosen: Sequence[Record], name: str, folder: Path, one_scale: bool = False) -> Path:
+def train_step(chosen: Sequence[Record], name: str, folder: Path, one_scale: bool = False) -> Path:
+    """A training step's time by its parts: a panel for each run, a bar for each arm, the longest first.  `one_scale`: for all panels."""
     arms = [len(record["arms"]) for record in chosen]
     figure, _ = _axes(8.5, 1.0 + sum(0.85 + 0.32 * count for count in arms), len(chosen), arms)
     colours = {part: f"C{index}" for index, part in enumerate(PARTS)} | {IDLE: "white"}
@@ -248,10 +239,12 @@ def draw(records: dict[str, list[Record]], folder: Path = PLOTS) -> list[Path]:
     if runs := [record for record in records.get("convergence", []) if record["device"] != "cpu"]:
         drawn.append(convergence(runs, folder))
     if runs := [record for record in records.get("train", []) if all(step["parts_ms"] for step in record["steps"].values())]:
-        drawn.append(train_step(runs, folder))
+        drawn.append(train_step(of_most_ranks(runs), "train_step", folder))
         if alone := [run for run in runs if run["world_size"] == 1 and run["device"] != "cpu"]:
             most = max(run["shape"]["T"] for run in alone)
-            drawn.append(train_step_one_gpu([run for run in alone if run["shape"]["T"] == most], folder))
+            # With one scale for all runs: models before and after a change stand one above the other.
+            chosen = sorted((run for run in alone if run["shape"]["T"] == most), key=lambda run: run["model"]["name"])
+            drawn.append(train_step(chosen, "train_step_one_gpu", folder, one_scale=True))
     if runs := [record for record in records.get("train", []) if runs_of(record)]:
         drawn.append(train_curves(runs, folder))
     return drawn

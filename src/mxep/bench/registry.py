@@ -65,6 +65,7 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
          "fine-tuning of a whole Hugging Face model on one GPU: LoRA on a base in MXFP8 and in bf16, and all parameters"),
         ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,
          "experts of Hugging Face models under expert parallelism, against transformers' own exchange in bf16"),
+        ("accuracy", "accuracy:cases", _EXCHANGES, True, "dB of the five blocks in MXFP8, against the same in bf16; nothing is timed"),
         ("a2a", "a2a:cases", _EXCHANGES, True, "all-to-all with rows as MXFP8, against bf16 over NCCL"),
         ("layer", "layer:cases", _LAYERS, True, "the whole MoE layer, router to output, against bf16 over NCCL"),
         ("pipeline", "pipeline:cases", _PIPELINES, True, "dispatch to combine, forward and backward, against bf16 over NCCL"),
@@ -145,7 +146,7 @@ class Case:
         title: its name in progress lines.  shape: the record's shape; cases of one shape and `facts` share a record.
         arms: what is timed here; none of a case whose check has measured it.
         check: describes what is wrong with the results, None if nothing is; called first, and returns the same on every rank.
-        compute_figures: ratios from the timings.  facts: further fields of the record.
+        compute_figures: ratios from the median milliseconds of the arms.  facts: further fields of the record.
         after: called when the arms have been timed; returns further fields of the record; dicts add to those of earlier cases.
         rounds: how often each arm runs, None: the benchmark's.
     """
@@ -154,7 +155,7 @@ class Case:
     shape: dict[str, int]
     arms: Mapping[str, Arm]
     check: Callable[[], str | None]
-    compute_figures: Callable[[Mapping[str, Timing]], dict[str, Figure]]
+    compute_figures: Callable[[Mapping[str, float]], dict[str, Figure]]
     facts: dict[str, Any] = field(default_factory=dict)
     after: Callable[[], dict[str, Any]] = dict
     rounds: Rounds | None = None
@@ -197,7 +198,7 @@ def run(
         if problem is not None:
             raise CheckFailedError(f"{name}, {case.title}: {problem}; no times")
         timings = time_arms(case.arms, setting.device, setting.rounds or case.rounds or BENCHMARKS[name].rounds, setting.group)
-        figures, further = case.compute_figures(timings), case.after()
+        figures, further = case.compute_figures({arm: timing.median_ms for arm, timing in timings.items()}), case.after()
         say(f"{name}: {case.title}: " + ", ".join(["checked", *(f"{key} {figure.value:.2f}" for key, figure in figures.items())]))
         for doubt in doubts(timings, further.get("host_unsteady", [])):
             say(f"{name}: {case.title}: {doubt}")

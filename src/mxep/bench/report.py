@@ -19,7 +19,6 @@ from mxep.bench.layer import BASELINES, RECIPE
 from mxep.bench.markdown_tables import (
     TABLES,
     Records,
-    accuracy_table,
     by_run,
     limit_of,
     markdown,
@@ -215,7 +214,6 @@ def doubts_line(records: Records) -> str:
 _BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the benchmarks whose records it gets
     "summary": (summary, "pipeline", "layer", "train"),
     "overview": (overview, "pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck", "sanitizer_racecheck"),
-    "accuracy": (accuracy_table, "accuracy"),
     **{name: (write, name) for name, write in TABLES.items()},
     "learning": (learning_line, "convergence"),
     "published": (published_table, "train"),

@@ -73,7 +73,6 @@ def host_table(records: Sequence[Record]) -> Table:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """All tables of one run."""
-    timed, with_host = ([record for record in records if record.get(field)] for field in ("arms", "host_us"))
-    found = [arms_table(timed)] if timed else []
-    return [*found, *([host_table(with_host)] if with_host else []), figures_table(records)]
+    """All tables of one run, each of the records that have something to show in it."""
+    makers = {"arms": arms_table, "host_us": host_table, "ratios": figures_table}
+    return [make(found) for field, make in makers.items() if (found := [record for record in records if record.get(field)])]

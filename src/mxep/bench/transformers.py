@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mxep.bench.accuracy import db_problem, sqnr_db
 from mxep.bench.experts import dense_ffn
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, Timing, run_arm
+from mxep.bench.timing import Arm, run_arm
 from mxep.comm import transport_of
 
 TOKENS = 16384
@@ -117,10 +117,7 @@ class AdapterProblem:
             self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
             self.y = self.output(arm)
 
-        def backward() -> None:
-            self.y.backward(self.dy)
-
-        return {"forward": forward, "backward": backward}
+        return {"forward": forward, "backward": lambda: self.y.backward(self.dy)}
 
     def results(self, arm: str) -> dict[str, Tensor]:
         run_arm(self.stages(arm))
@@ -166,9 +163,9 @@ class AdapterProblem:
         )
 
 
-def compute_figures(times: Mapping[str, Timing], baseline: str) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float], baseline: str) -> dict[str, Figure]:
     """Forward, backward and both together, of every arm of ours, against transformers' own."""
-    ms, figures = {name: timing.median_ms for name, timing in times.items()}, dict[str, Figure]()
+    figures: dict[str, Figure] = {}
     for arm in OURS:
         figures |= speed_ups(ms, arm, baseline, "dense_fp8" if arm == "mxep_mx" else "dense_hp_wgrad", f"{arm}_{{stage}}_vs_{baseline}")
     return figures

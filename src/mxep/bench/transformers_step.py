@@ -32,7 +32,7 @@ from mxep.bench.accuracy import sqnr_db
 from mxep.bench.experts import dense_products
 from mxep.bench.peer_arms import short_reason
 from mxep.bench.registry import Case, Figure, Rounds, Setting
-from mxep.bench.timing import Arm, Timing, host_facts, run_arm
+from mxep.bench.timing import Arm, host_facts, run_arm
 from mxep.bench.transformers import MODELS, registered
 
 BASELINE = "grouped_mm"
@@ -232,9 +232,8 @@ def _with_liger(model: nn.Module) -> dict[str, Any]:
     return swapped
 
 
-def compute_figures(times: Mapping[str, Timing]) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float]) -> dict[str, Figure]:
     """A step of each arm of ours against transformers as it comes, and against the fastest arm in bf16."""
-    ms = {name: timing.median_ms for name, timing in times.items()}
     bases = {BASELINE: ms[BASELINE], "best_bf16": min(ms[arm] for arm in BF16 if arm in ms)}
     figures = {}
     for arm in OURS:

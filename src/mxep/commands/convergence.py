@@ -181,9 +181,21 @@ def _check_arm(plan: ComparisonPlan, words: Sequence[str], name: str) -> None:
     for word in own:
         if field_of(word) in (*(set(_OURS) - {"recipe"}), *_SHARED, "config"):
             raise ValueError(f"--arm {name}: {word.partition('=')[0]} must be the same in all runs; give it after --, or leave it out")
-    config = read_options([*words, *own])
+    config, shared = read_options([*words, *own]), read_options(words)
     resolve_recipe(config.recipe)
-    _resolved(config)
+    _check_needed(config)
+    for option in ("tokenizer", "data_field", "chat", "assistant_only_loss"):
+        if getattr(config, option) != getattr(shared, option):
+            raise ValueError(f"--arm {name}: --{option.replace('_', '-')} must be the same in all runs; give it after --, or leave it out")
+    if _resolved(config).choice != _resolved(shared).choice:
+        raise ValueError(f"--arm {name}: another model, which must be the same in all runs; give it after --, or leave it out")
+
+
+def _check_needed(config: TrainConfig) -> None:
+    """Raise ValueError if a run would have no evaluations or no checkpoints."""
+    for name, why in _NEEDED.items():
+        if not getattr(config, name):
+            raise ValueError(f"--{name}=False: {why}; leave it out")
 
 
 def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
@@ -205,13 +217,12 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
         if field_of(word) in _OURS:
             raise ValueError(f"{word.partition('=')[0]} is set by mxep convergence for each run; leave it out")
     chosen = read_options(given)
-    if chosen.config is not None and (ours := [name for name in read_toml(chosen.config) if name in _OURS]):
+    from_file = {} if chosen.config is None else read_toml(chosen.config)
+    if ours := [name for name in from_file if name in _OURS]:
         raise ValueError(f"--config {chosen.config}: {', '.join(ours)}: set by mxep convergence for each run; leave it out")
     model = [] if chosen.model or chosen.model_name else ["--model", "dsv3_small"]
     config = read_options([*model, *given])
-    for name, why in _NEEDED.items():
-        if not getattr(config, name):
-            raise ValueError(f"--{name}=False: {why}; leave it out")
+    _check_needed(config)
     check_paths(config.data)
     settings = _resolved(config)
     steps = settings.steps
@@ -219,7 +230,13 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
     if every > max(steps // 10, 1):
         raise ValueError(f"--eval-every={every} of {steps} steps, want an evaluation in the last tenth: {max(steps // 10, 1)} or less")
     data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
-    kept = ["--eval-tokens", str(max(98304, settings.seq_len)), "--checkpoint-every", str(steps), "--cache-weights", "--log-every", "100"]
+    defaults = {"eval_tokens": max(98304, settings.seq_len), "checkpoint_every": steps, "cache_weights": True, "log_every": 100}
+    kept = [
+        word
+        for name, value in defaults.items()
+        if name not in from_file
+        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
     return [*model, *data, *kept, *given, "--eval-every", str(every)]
 
 
@@ -275,6 +292,12 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
 
     metrics = {run: read_metrics(run.folder / METRICS_FILE) for run in runs}
     by_recipe = {recipe: [metrics[run] for run in runs if run.recipe == recipe] for recipe in plan.recipes}
+    starts = {run.name: record for run in runs for record in metrics[run] if record["kind"] == "run"}
+    if len({record["data"]["fingerprint"] for record in starts.values()}) > 1:
+        listed = ", ".join(f"{name} {record['data']['fingerprint'][:8]}" for name, record in starts.items())
+        raise ValueError(
+            f"the text has changed between the runs ({listed}), so their losses cannot be compared; start again in another --out"
+        )
     start = next(record for record in metrics[runs[0]] if record["kind"] == "run")
     named = [name for name in plan.recipes[:-1] if name not in plan.arms]
     asked = ["--out", "FOLDER", *(["--recipes", ",".join(named)] if named else [])]

@@ -54,6 +54,7 @@ def command(argv: Sequence[str]) -> int:
     waiting = [run for run in runs if options.only in (None, run.name) and _step_of(run) < options.steps]
     at_once = min(options.at_once or (len(waiting) if device.type == "cuda" else 1), len(waiting))
     corpus = load_corpus(options.data, ByteTokenizer(), report=say)
+    _check_text(options.out / PLAN_FILE, corpus.fingerprint)
     if at_once > 1:
         pool = RunPool(waiting, lambda run: ["lora-convergence", *argv, "--only", run.name], at_once, deadline, say)
         for run, status in pool.run(lambda: f"steps at the newest states: {', '.join(f'{run.name} {_step_of(run)}' for run in runs)}"):
@@ -93,6 +94,15 @@ def command(argv: Sequence[str]) -> int:
     records = {arm: [_read_state(run)["records"] for run in runs if run.recipe == arm] for arm in ARMS}
     _finish(records, options, device, data)
     return 0
+
+
+def _check_text(path: Path, fingerprint: str) -> None:
+    """Keep the text's fingerprint in the plan. Raises ValueError if the runs there began with another text."""
+    kept = json.loads(path.read_text())
+    if "fingerprint" not in kept:  # before other processes read the file
+        path.write_text(json.dumps({**kept, "fingerprint": fingerprint}, indent=1) + "\n")
+    elif kept["fingerprint"] != fingerprint:
+        raise ValueError(f"--data: the text is another one than that of the runs in {path.parent}; restore it, or choose another --out")
 
 
 def _read_state(run: SeedRun) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import (
     TENSORS,
     ExpertGemms,
+    ExpertLora,
     ExpertRows,
     ExpertWeights,
     GateUp,
@@ -199,17 +200,15 @@ def _backward_over_chunks(
 class _FusedMoE(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        router: Tensor | None,
-        *rest: Any,
+        ctx: Any, x: Tensor, router: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor]]:
         """(T, D) without values, in place of the output; counts, shares and z; a function of the output's values.
 
-        `rest`: the weights' tensors, what the next line names of tensors or None, `FusedOptions`, the weights' caches, and a flag.
+        `rest`: the weights' tensors, and what the next line names; options are `FusedOptions`.
         """
-        expert_bias, experts, scores, options, caches, grad_enabled = rest[_NUM_WEIGHTS:]
-        weights = ExpertWeights.of(rest[:_NUM_WEIGHTS])
+        *tensors, expert_bias, experts, scores, options, caches, grad_enabled = rest
+        w1, w2, w3, b1, b2, b3, *lora = tensors
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
         runtime, modes = options.runtime, options.scaling_modes
         alignment, config = options.recipe.group_size_multiple_of, options.router
         logits = counts = shares = z = columns = None
@@ -263,9 +262,9 @@ class _FusedMoE(torch.autograd.Function):
             kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
             rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
             saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
-            ctx.dispatcher, tensors = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
+            ctx.dispatcher, of_dispatcher = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
             bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
-            ctx.save_for_backward(*saved, router, *weights.tensors, *tensors, *bounds)
+            ctx.save_for_backward(*saved, router, *tensors, *of_dispatcher, *bounds)
             ctx.options, ctx.caches, ctx.output = options, caches, (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.

@@ -242,6 +242,11 @@ class Trainer:
             *self.origin,
             *describe_schedule(self.schedule),
             *describe_mapped(c),
+            *(
+                [f"--profile-step={c.profile_step} changes nothing: the run has taken {self.step_count} steps"]
+                if c.profile_step is not None and c.profile_step <= self.step_count
+                else []
+            ),
             *(never_used(c, s.choice.shape, s.steps, s.seq_len) if c.resume else ()),
             *([str(self.model)] if c.print_model else []),
         ]
@@ -298,7 +303,7 @@ class Trainer:
                 for line in self.changes.lines:
                     log.say(line)
                 log.write("change", **dataclasses.asdict(self.changes))
-            saved, stopped, kept_weights = self.step_count, False, self._steps_taken()
+            saved, stopped, kept_weights = self.step_count, False, self._steps_taken() if self.step_count else -1  # -1: no checkpoint
             if self.step_count != self.evaluated:  # the run may have been stopped before this evaluation
                 self._evaluate_into(log)
             pending: PendingStep | None = None  # the previous step; its figures are read after the next one is launched
@@ -334,7 +339,8 @@ class Trainer:
                     log.say(traced)
                 if not stopped or self.step_count == s.steps:  # a finished run is not resumed, so it is evaluated now
                     self._evaluate_into(log)
-                same_weights = self.skipped.stop is not None and kept_weights == self._steps_taken() and self._is_saved()
+                again = kept_weights == self._steps_taken() and (self.skipped.stop is not None or not ends)
+                same_weights = again and self._is_saved()
                 # The same weights are not saved again: that would delete an older, different checkpoint.
                 if c.checkpoint and (ends or saves) and not same_weights:
                     self._begin_save()

@@ -263,3 +263,30 @@ def test_every_number_of_ranks_divides_by_all_targets(tmp_path: Path) -> None:
         dist.destroy_process_group()
     for leg, found in zip(LEGS, ranks[0], strict=True):
         assert found == pytest.approx(alone[leg.get("mask_documents", False)], rel=2e-5), leg
+
+
+def test_a_token_that_begins_in_the_prompt_is_a_target(tmp_path: Path) -> None:
+    """ "ASSISTANT: " ends in a space, which the first token of the answer, " fine", begins with; as with a template that marks it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    targets: list[list[str]] = []
+    for marks in (("", ""), ("{% generation %}", "{% endgeneration %}")):
+        folder = tmp_path / str(len(targets))
+        write_chat_tokenizer(
+            folder,
+            "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: "
+            + "{{ m.content }}<|im_end|>".join(marks)
+            + "{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}",
+        )
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+        tokenizer.train_from_iterator(["ASSISTANT: USER: Hello thanks fine"] * 20, trainer)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "fine thanks"}]
+        ids, mask = chat.ChatTemplate(FileTokenizer(folder)).encode_with_mask(messages)
+        targets.append([tokenizer.decode([token], skip_special_tokens=False) for token, target in zip(ids, mask, strict=True) if target])
+    assert targets == [[" fine", " thanks", "<|im_end|>"]] * 2

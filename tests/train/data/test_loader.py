@@ -216,3 +216,16 @@ def test_held_out_is_spread_and_limited() -> None:
     batches = held_out_batches(numbered(16 * 200 + 1), seq_len=16, batch=4, max_tokens=160)
     assert sum(int((labels != IGNORE).sum()) for _, labels, _ in batches) == 160
     assert sum(len(held_out_batches(numbered(5), 16, 1, 100, rank, 2)) for rank in range(2)) == 2
+
+
+@pytest.mark.parametrize("extra", [1, 2, 40, 63, 64])
+def test_every_token_is_in_some_epoch(extra: int) -> None:
+    """No start of an epoch reaches the stream's last tokens, so every second epoch is counted from its end."""
+    seq_len, length = 64, 5 * 64 + extra
+    sequences = TrainingSequences(np.arange(length), seq_len, 1, seed=0)
+    seen = np.zeros(length, bool)
+    for index in range(400 * sequences.per_epoch):
+        start = sequences.start_of(index)
+        assert 0 <= start < start + seq_len + 1 <= length
+        seen[start : start + seq_len + 1] = True
+    assert seen.all()

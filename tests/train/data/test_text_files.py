@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -231,3 +232,35 @@ def test_data_sets_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check_paths(["hf://datasets/owner/other/*.parquet"])
     with pytest.raises(ValueError, match="matches no file"):
         check_paths(["hf://datasets/owner/name/*.parquet"])
+
+
+def test_links_below_a_folder(tmp_path: Path) -> None:
+    """A linked folder is read, each folder once; a link that leads nowhere is an error wherever it is found."""
+    folder, linked = tmp_path / "folder", tmp_path / "linked"
+    folder.mkdir()
+    linked.mkdir()
+    (folder / "one.txt").write_text("one")
+    (linked / "two.txt").write_text("two")
+    (folder / "more").symlink_to(linked)
+    (linked / "back").symlink_to(folder)
+    assert read_documents([str(folder)]) == names("two", "one")  # more/two.txt, one.txt
+    (folder / "three.txt").symlink_to(tmp_path / "gone.txt")
+    for data in (folder, folder / "*.txt"):
+        with pytest.raises(ValueError, match=r"three\.txt is a link to .*gone\.txt, which does not exist; fetch that file again"):
+            read_documents([str(data)])
+
+
+def test_a_folder_below_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    for name in ("one.txt", "closed/two.txt"):
+        (tmp_path / name).write_text(name)
+    listed = os.scandir
+
+    def refused(path: str) -> object:  # root may read any folder
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(ValueError, match="closed cannot be read: Permission denied"):
+        read_documents([str(tmp_path)])

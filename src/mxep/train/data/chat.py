@@ -94,8 +94,8 @@ class ChatTemplate:
         text = self.render(messages)
         spans = [self._span(messages, index, text) for index, message in enumerate(messages) if message["role"] == _ASSISTANT]
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        begins = [begin for begin, _ in found["offset_mapping"]]
-        return list(found["input_ids"]), [any(first <= begin < end for first, end in spans) for begin in begins]
+        offsets = found["offset_mapping"]  # a token that begins in the prompt, " yes" after "assistant: ", is the answer's as well
+        return list(found["input_ids"]), [any(begin < end and stop > first for first, end in spans) for begin, stop in offsets]
 
     def _span(self, messages: Sequence[dict[str, Any]], index: int, text: str) -> tuple[int, int]:
         """(first, end) in `text`, the whole conversation, of the assistant's message `index`.
@@ -157,7 +157,7 @@ class ChatRows:
         self.template = ChatTemplate(tokenizer)
         self.name, self.assistant_only_loss = tokenizer.name, assistant_only_loss
         self.field = MESSAGES_FIELD if field == TEXT_FIELD else field
-        facts = ["chat", tokenizer.fingerprint, self.template.template, self.template.special_tokens, assistant_only_loss]
+        facts = ["chat 2", tokenizer.fingerprint, self.template.template, self.template.special_tokens, assistant_only_loss]
         self.fingerprint = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:

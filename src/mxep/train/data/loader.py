@@ -218,6 +218,8 @@ class TrainingSequences:
             random = np.random.default_rng([self.seed, epoch])
             spare = len(self.stream) - (self.per_epoch * self.seq_len + 1)
             self._start = int(random.integers(min(spare, self.seq_len - 1) + 1))
+            if epoch % 2:  # counted from the end of the stream, whose last tokens no start below S reaches
+                self._start = spare - self._start
             self._order = random.permutation(self.per_epoch)
             self._epoch = epoch
         return self._start + int(self._order[index]) * self.seq_len

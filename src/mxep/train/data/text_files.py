@@ -341,8 +341,9 @@ def find_sources(data: Sequence[str]) -> list[Source]:
             found.append(Source(name, saved) if saved else Source(name, _walk(path), searched=True))
         elif path.exists():
             found.append(Source(name, (path,)))
-        elif matches := sorted(match for match in glob.glob(pattern, recursive=True) if Path(match).is_file()):
-            found.append(Source(name, tuple(map(Path, matches))))
+        elif matches := sorted(match for match in glob.glob(pattern, recursive=True) if not Path(match).is_dir()):
+            _check_links(paths := tuple(map(Path, matches)))
+            found.append(Source(name, tuple(path for path in paths if path.is_file())))
         else:
             got = "matches no file" if glob.has_magic(pattern) else "does not exist"
             raise ValueError(f"data: {name} {got}, want a file, a folder, or a pattern of files; name another text with --data")
@@ -406,13 +407,35 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 
 def _walk(folder: Path) -> tuple[Path, ...]:
-    """Regular files below `folder`, sorted, without hidden ones."""
-    try:
-        found = [path for path in folder.rglob("*") if path.is_file()]
-    except OSError as error:
-        raise ValueError(f"data: folder {folder} cannot be read: {error.strerror}") from error
-    visible = [path for path in found if not _hidden(path, folder)]
-    return tuple(sorted(visible, key=lambda path: path.relative_to(folder).as_posix()))
+    """Regular files below `folder`, sorted, without hidden ones; also below links to folders, each folder once.
+
+    Raises:
+        ValueError: a folder there cannot be read, or a link leads nowhere.
+    """
+
+    def refuse(error: OSError) -> None:  # os.walk leaves such folders out by default, as rglob does
+        raise ValueError(f"data: folder {error.filename} cannot be read: {error.strerror}") from error
+
+    found, entered = list[Path](), {folder.resolve()}
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        below = []
+        for name in sorted(name for name in folders if not name.startswith(".")):
+            if (there := Path(parent, name).resolve()) not in entered:
+                entered.add(there)
+                below.append(name)
+        folders[:] = below
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+    _check_links(found)
+    return tuple(sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).as_posix()))
+
+
+def _check_links(paths: Sequence[Path]) -> None:
+    """Raise ValueError for the first link that leads nowhere."""
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"data: {path} is a link to {os.readlink(path)}, which does not exist; fetch that file again, or remove the link"
+            )
 
 
 def _saved_dataset(folder: Path) -> tuple[Path, ...]:
