@@ -6,6 +6,7 @@ import dataclasses
 import doctest
 import io
 import json
+import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from mxep.bench import command, grouped_mm, markdown_tables, pipeline, plots, ra
 from mxep.bench import records as record_files
 from mxep.bench import timing as timing_module
 from mxep.bench.baselines import counts_of, zipf_counts
-from mxep.bench.records import RESULTS, origin
+from mxep.bench.records import RESULTS, origin, read_records
 from mxep.bench.timing import Rounds, Timing, time_arms
 
 
@@ -166,7 +167,7 @@ def test_record_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["bench", "quantize", "--device", "cpu", "--quick", "--record", "--out", str(tmp_path)]) == 0
     records = json.loads((tmp_path / "quantize-cpu-1.json").read_text())
     check_schema("quantize", records)
-    assert records[0]["command"] == "mxep bench quantize --quick --record"
+    assert records[0]["command"] == "mxep bench quantize --quick --record --device cpu"
     printed = capsys.readouterr().out
     assert "fraction_of_copy" in printed
     assert markdown_tables.memory_table(records) in printed, "the tables of the pages"
@@ -411,6 +412,30 @@ def test_every_shape_is_asked_for() -> None:
 
 def test_torchrun_does_not_see_our_nproc() -> None:
     assert ranks.without_nproc(["pipeline", "--nproc", "2", "--quick", "--nproc=4"]) == ["pipeline", "--quick"]
+
+
+def test_the_commit_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the repository that a run is started in."""
+    monkeypatch.delenv("MXEP_COMMIT", raising=False)
+    here = origin("command")["commit"]
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    committer = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *committer, "commit", "--quiet", "--allow-empty", "-m", "another"], check=True)
+    assert origin("command")["commit"] == here
+
+
+@pytest.mark.parametrize("name", ["optimizer", "quantize", "rows", "swiglu"])
+def test_every_record_of_memory_bound_kernels_is_shown(name: str) -> None:
+    records = read_records(name)
+    whole = markdown_tables.memory_table(records)
+    for missing in range(len(records)):
+        assert markdown_tables.memory_table([record for i, record in enumerate(records) if i != missing]) != whole
+
+
+def test_the_device_is_part_of_a_command() -> None:
+    options = command._parser().parse_args(["accuracy", "--quick", "--record", "--device", "cpu", "--nproc", "4"])
+    assert command._command_text(options, 4) == "torchrun --nproc-per-node=4 -m mxep bench accuracy --quick --record --device cpu"
 
 
 def test_a_named_commit_goes_before_that_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:

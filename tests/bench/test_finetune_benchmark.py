@@ -135,6 +135,8 @@ def test_steps_as_a_graph(memory_gib: float | None, monkeypatch: pytest.MonkeyPa
     sizes = TINY._replace(cuda_graph=True, memory_gib=memory_gib).warmed_up()
     found = {arm: measure_arm(arm, sizes, CPU, lambda text: None) for arm in ("lora_mx", BASELINE)}
     assert {arm: ran["cuda_graph"] for arm, ran in found.items()} == {"lora_mx": True, BASELINE: False}
+    assert found["lora_mx"].get("memory_gib") == memory_gib
+    assert ("kept_layers" in found["lora_mx"]) == (memory_gib is not None)
     (recorder,) = recorders
     assert recorder.recorded == 1
     assert recorder.replays > sizes.timed, "a replay comes before those that are timed"

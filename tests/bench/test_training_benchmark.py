@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -275,6 +276,25 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "train-cpu-1.json").write_text(json.dumps(records[:3]))
     (tmp_path / "train-cpu-2.json").write_text(json.dumps(records[3:]))
     assert training._other_records(record, tmp_path) == records[:2], "other models, routings and options of this machine stay in its file"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ep": 2}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2, "microbatch": 2}, {"router_dtype": "bf16"}, {"keep_first_product": "mxfp8"}],
+    ids=str,
+)
+def test_runs_of_other_options_are_other_records(tmp_path: Path, options: dict) -> None:
+    def record(**given: Any) -> dict:
+        runs = {arm: metrics(1.0, world=4) for arm in ("mxfp8_wgrad_with_hp", "bf16")}
+        for run in runs.values():
+            run[0]["settings"] |= {"ep": 4, **given}
+        return training.record_of(runs, tmp_path / "none", "command", "h100")
+
+    plain, other = record(), record(**options)
+    (tmp_path / "train-h100-4.json").write_text(json.dumps([plain]))
+    assert training._other_records(other, tmp_path) == [plain]
+    assert training._other_records(plain, tmp_path) == []
+    assert markdown_tables.trained(other) != markdown_tables.trained(plain)
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM, signal.SIGHUP]], ids=repr)

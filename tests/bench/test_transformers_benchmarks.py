@@ -57,6 +57,20 @@ def test_one_rank() -> None:
         _records("transformers")
 
 
+def test_an_arm_without_gradients_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers_benchmark = pytest.importorskip("mxep.bench.transformers")
+    original = transformers_benchmark.AdapterProblem.output
+
+    def without(problem: Any, arm: str) -> Any:
+        for parameter in problem.experts.parameters():
+            parameter.requires_grad_(arm == problem.baseline)
+        return original(problem, arm)
+
+    monkeypatch.setattr(transformers_benchmark.AdapterProblem, "output", without)
+    with pytest.raises(registry.CheckFailedError, match="mxep: .* at -inf dB from grouped_mm"):
+        _records("transformers")
+
+
 def test_two_ranks() -> None:
     for records, problem in run_ranks(_of_ranks, 2):
         check("transformers-ep", "all_to_all", records, markdown_tables.transformers_ep_table(records))

@@ -97,3 +97,11 @@ def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert command(["--layers", "8", "--ep", "1", "--pp", "2", "--tokens", "1024"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "stage 1 of 2 needs most" in text
+
+
+def test_what_is_kept_depends_on_the_form_of_the_first_product(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for form in ("hp", "mxfp8"):
+        assert main(["explain", "--ep", "4", "--fused-layer", "--keep-first-product", form]) == 0
+        shown.append(capsys.readouterr().out.partition("Recipes, one MoE layer")[2].partition("EP")[0])
+    assert shown[0] != shown[1]

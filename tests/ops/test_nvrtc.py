@@ -265,7 +265,7 @@ def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pyt
 def test_adamw_hands_structures_to_its_kernel(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     launcher = importlib.import_module("mxep.ops.optimizer.adamw_step")
     monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(launcher, "compute_capability", lambda index: (9, 0))
+    monkeypatch.setattr(launcher, "chip_of", lambda index: "sm_90")
     monkeypatch.setattr(launcher, "_problem", lambda index: None)
     monkeypatch.setattr(nvrtc, "current_gpu", lambda: None)
     parameter, gradient, average, squares = (torch.zeros(512, dtype=torch.bfloat16) for _ in range(4))

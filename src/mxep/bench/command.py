@@ -124,6 +124,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [f"--{name.replace('_', '-')}" for name in ("quick", "record", "cuda_graph") if getattr(options, name)]
+    flags += ["--device cpu"] if options.device == "cpu" else []
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
     flags += [f"--{name} " + ",".join(given) for name in ("peers", "arms") if (given := getattr(options, name))]
     flags += [f"--{name.replace('_', '-')} {given}" for name in _SIZES if (given := getattr(options, name)) is not None]

@@ -359,7 +359,7 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
     if run.graphed:
         from mxep.integrations.transformers_graph import GraphedStep
 
-        step, budget = GraphedStep(run.model, run.step, budget), None  # which calls it
+        step = GraphedStep(run.model, run.step, budget)  # which calls the budget
     synchronize(device)
     losses, seconds = list[float](), list[float]()
     for at in range(sizes.warm_up + sizes.timed):
@@ -367,7 +367,7 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
         loss = step(run.tokens)
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-        if budget is not None:
+        if budget is not None and not run.graphed:
             budget.after_step()
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):

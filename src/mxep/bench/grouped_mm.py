@@ -205,7 +205,9 @@ def _wgrad_case(problem: GemmProblem, setting: Setting, f: FP8Functions) -> Case
     def check() -> str | None:
         truth = reference.grouped_wgrad_mx(*qg, *qa, offs, torch.float32, "reference")
         results = {name: run() for name, run in ours.items()} | {"operator_add": total}
-        return _accuracy_problem((f"wgrad_{name}", result, truth) for name, result in results.items())
+        found = _accuracy_problem((f"wgrad_{name}", result, truth) for name, result in results.items())
+        plain = reference.grouped_wgrad_hp(g.float(), x.float(), offs, torch.float32)
+        return found or _accuracy_problem([("wgrad_hp", torch.ops.mxep.grouped_wgrad_hp(g, x, offs, _BF16), plain)])
 
     def compute_figures(ms: Mapping[str, float]) -> dict[str, Figure]:
         ms = {name.removeprefix("wgrad_"): value for name, value in ms.items()}

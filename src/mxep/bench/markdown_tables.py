@@ -21,7 +21,7 @@ from mxep.bench.records import (
     routing_of,
 )
 from mxep.bench.tables import device_us
-from mxep.bench.training import BASELINE, UTILIZATIONS, share_text, utilizations
+from mxep.bench.training import BASELINE, DEGREES, LAYERS, UTILIZATIONS, share_text, utilizations
 from mxep.train.metrics import read_metrics
 
 Records = Sequence[Record]
@@ -124,31 +124,38 @@ def grouped_mm_tables(records: Records) -> str:
 
 
 def memory_table(records: Records) -> str:
-    """Every kernel's share of a device copy's bytes per second at each width, for the most rows, and its target; then few rows."""
-    most = max(record["shape"]["T"] for record in records)
+    """Every kernel's share of a device copy's speed at each width, and its target, a table for each number of many rows; then few rows."""
     letter = "D" if "D" in records[0]["shape"] else "H"
-    shares: Cells = {}
-    targets: dict[tuple[str, ...], set[str]] = {}
+    many = sorted({record["shape"]["T"] for record in records if "calls" not in record}, reverse=True)
+    parts = [_shares_table([record for record in records if record["shape"]["T"] == T], letter) for T in many]
     calls: Cells = {}
     for record in records:
         place, T, width = record_place(record), record["shape"]["T"], record["shape"][letter]
-        for name, value in record["ratios"].items() if most == T else ():
-            kernel = name.removesuffix("_fraction_of_copy")
-            if kernel != name:
-                row = (place, f"`{kernel}`")
-                shares.setdefault(row, {})[width] = f"{value:.0%}"
-                targets.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
         for call, us in record.get("host_us", {}).items():
             calls.setdefault((place, f"`{call}`", str(T)), {})[width] = f"{device_us(record, call):.1f} / {us:.0f}"
-    columns, rows = _by_width(shares, letter)
-    rows = [[*row, ", ".join(sorted(asked))] for row, asked in zip(rows, targets.values(), strict=True)]
-    parts = [markdown(_bars(f"device | share of a copy's speed, {most} rows", *columns, "asked"), rows)]
     if calls:
         order = list(dict.fromkeys(call for _, call, _ in calls))
         in_order = sorted(calls, key=lambda row: (row[0], order.index(row[1]), int(row[2])))
         columns, rows = _by_width({row: calls[row] for row in in_order}, letter)
         parts.append(markdown(_bars("device | few rows: microseconds of a call, device / host | T", *columns), rows))
     return "\n\n".join(parts)
+
+
+def _shares_table(records: Records, letter: str) -> str:
+    """Shares of a copy's speed and targets, of records with as many rows."""
+    shares: Cells = {}
+    targets: dict[tuple[str, ...], set[str]] = {}
+    for record in records:
+        place, width = record_place(record), record["shape"][letter]
+        for name, value in record["ratios"].items():
+            kernel = name.removesuffix("_fraction_of_copy")
+            if kernel != name:
+                row = (place, f"`{kernel}`")
+                shares.setdefault(row, {})[width] = f"{value:.0%}"
+                targets.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
+    columns, rows = _by_width(shares, letter)
+    rows = [[*row, ", ".join(sorted(asked))] for row, asked in zip(rows, targets.values(), strict=True)]
+    return markdown(_bars(f"device | share of a copy's speed, {records[0]['shape']['T']} rows", *columns, "asked"), rows)
 
 
 def _by_width(cells: Cells, letter: str) -> tuple[list[str], list[list[str]]]:
@@ -473,7 +480,8 @@ def trained(record: Record) -> str:
         "stepped during backward": "optimizer_in_backward" in options,
     }
     what = [record["model"]["name"], routing_of(record), f"{record['shape']['T']} tokens a step"]
-    return ", ".join([*what, *(text for text, present in named.items() if present)])
+    others = (f"{name.replace('_', '-')} {options[name]}" for name in ("ep", *DEGREES, *LAYERS) if name in options)
+    return ", ".join([*what, *(text for text, present in named.items() if present), *others])
 
 
 def torchtitan_table(records: Records) -> str:

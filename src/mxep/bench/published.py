@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mxep.bench.records import Record, device_title, routing_of
-from mxep.bench.training import flops_of
+from mxep.bench.training import utilizations
+from mxep.device import peak_bf16_flops_of
 from mxep.models.flops import flops_per_token
-from mxep.models.presets import MODELS, preset_of
+from mxep.models.presets import MODELS, preset_of, resolve_model, train_defaults
 
 COLUMNS = (
     "model",
@@ -58,14 +59,16 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
     """The rows of `COLUMNS`: arms of the records that trained one of these models on GPUs, with a forced balance; then `PUBLISHED`."""
     found = []
     for record in records:
-        flops, name = flops_of(record), record["model"]["name"]
-        if flops is None or record["device"] == "cpu" or preset_of(name) not in _MODELS or routing_of(record) != "forced balance":
+        name, peak = record["model"]["name"], peak_bf16_flops_of(device_title(record["device"]))
+        if peak is None or preset_of(name) not in _MODELS or routing_of(record) != "forced balance":
             continue
         options = record["options"]
+        length = options["seq_len"] or train_defaults(name, resolve_model(name))[1].seq_len
         for arm, step in record["steps"].items():
             tps = step["tokens_per_s"] / record["world_size"]
-            counts = (f"{tps * count / 1e12:.0f}" for count in (flops.model, flops.model_causal, flops.hardware))
-            place = f"{record['world_size']} x {device_title(record['device'])}", f"{arm}", f"{options['seq_len']}"
+            shares = utilizations(record, arm).values()  # of the run itself, which knows what it computed twice
+            counts = ("" if share is None else f"{share * peak / 1e12:.0f}" for share in shares)
+            place = f"{record['world_size']} x {device_title(record['device'])}", f"{arm}", f"{length}"
             found.append([name, "mxep", *place, options["activation_checkpoint"], f"{tps:,.0f}", "", *counts])
     for other in PUBLISHED:
         counted = ["", ""]

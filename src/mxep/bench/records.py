@@ -38,10 +38,12 @@ def origin(command: str | None = None) -> dict[str, str]:
     """
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=here).stdout.strip()
 
-    commit = os.environ.get("MXEP_COMMIT") or git("rev-parse", "--short=12", "HEAD") or "unknown"
-    dirty = "MXEP_COMMIT" not in os.environ and git("status", "--porcelain", "--untracked-files=no")
+    here = Path(__file__).parent  # of the code that ran, whatever folder it was started in
+    ours = git("ls-files", Path(__file__).name)  # "" of an installed copy inside of another repository
+    commit = os.environ.get("MXEP_COMMIT") or (git("rev-parse", "--short=12", "HEAD") if ours else "") or "unknown"
+    dirty = "MXEP_COMMIT" not in os.environ and ours and git("status", "--porcelain", "--untracked-files=no")
     return {
         "commit": commit + ("+changes" if dirty else ""),
         "command": command or " ".join(sys.argv),

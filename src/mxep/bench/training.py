@@ -58,7 +58,9 @@ _OURS = ("recipe", "out", "compare", "resume", "resume_step", "stop_after", "pro
 _RECORDED = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
 # Options that a record contains where they are not the default; older records have none of them.
 _PRECISIONS = ("linear_recipe", "output_recipe")
-_RECORDED_IF_SET = ("mask_documents", "cuda_graph", "optimizer", "dtype", "optimizer_in_backward", *_PRECISIONS)
+DEGREES = ("tp", "pp", "dp_replicate", "pp_schedule", "microbatch")
+LAYERS = ("keep_first_product", "router_dtype", "mx_fqns", "linear_skip", "balance_loss", "z_loss", "transport")
+_RECORDED_IF_SET = ("mask_documents", "cuda_graph", "optimizer", "dtype", "optimizer_in_backward", *_PRECISIONS, *DEGREES, *LAYERS)
 
 
 class RunFailedError(RuntimeError):
@@ -225,7 +227,8 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "routing": "forced balance" if balanced else "the router's",
         "model": start["model"],
         "options": {name: settings[name] for name in _RECORDED}
-        | {name: settings[name] for name in _RECORDED_IF_SET if settings[name] != defaults[name]},
+        | {name: settings[name] for name in _RECORDED_IF_SET if settings[name] != defaults[name]}
+        | ({} if settings["ep"] in (None, start["world"]) else {"ep": settings["ep"]}),  # older records: as many as ranks
         "gemm_path": start["gemm_path"],
         "peak_bf16_flops": start["peak_bf16_flops"],
         "arms": {arm: asdict(found.pop("timing")) for arm, found in arms.items()},

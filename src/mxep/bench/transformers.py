@@ -9,6 +9,7 @@ product, in FP8 or, for wgrad of high-precision operands, in bf16, and nothing e
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -141,7 +142,8 @@ class AdapterProblem:
         want = self.results(self.baseline)
         least = dict.fromkeys(want, LEAST_DB) | {"dscores": LEAST_SCORES_DB}
         for arm in OURS:
-            db = {name: sqnr_db(want[name], value, None) for name, value in self.results(arm).items()}
+            got = self.results(arm)
+            db = {name: sqnr_db(value, got[name], None) if name in got else -math.inf for name, value in want.items()}
             if problem := db_problem(arm, db, least, self.baseline):
                 return problem
         return None

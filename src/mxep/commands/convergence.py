@@ -302,9 +302,9 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     named = [name for name in plan.recipes[:-1] if name not in plan.arms]
     asked = ["--out", "FOLDER", *(["--recipes", ",".join(named)] if named else [])]
     for name in plan.arms:
-        asked += ["--arm", shlex.quote(f"{name}={shlex.join(map(_without_folder, plan.options_of(name)))}")]
+        asked += ["--arm", shlex.quote(f"{name}={shlex.join(map(without_folder, plan.options_of(name)))}")]
     asked += ["--baseline", plan.recipes[-1], "--seeds", str(plan.seeds)]
-    given = ["--", *map(_without_folder, plan.given)] if plan.given else []
+    given = ["--", *map(without_folder, plan.given)] if plan.given else []
     record: dict[str, Any] = {
         "benchmark": "convergence",
         "device": device_name(torch.device(start["device"])),
@@ -322,10 +322,10 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     say(f"plot {convergence([record], options.out)}")
 
 
-def _without_folder(word: str) -> str:
+def without_folder(word: str) -> str:
     """The word with the last part of an absolute path alone, so that records name no path of a machine.
 
-    >>> _without_folder("--data=/data/text.jsonl"), _without_folder("/data/text.jsonl"), _without_folder("--lr=3e-4")
+    >>> without_folder("--data=/data/text.jsonl"), without_folder("/data/text.jsonl"), without_folder("--lr=3e-4")
     ('--data=text.jsonl', 'text.jsonl', '--lr=3e-4')
     """
     option, equals, value = word.rpartition("=")
@@ -561,7 +561,7 @@ def setting_of(start: Mapping[str, Any], resolved: ResolvedConfig, shape: Decode
         "world_size": start["world"],
         "shape": {"T": tokens, "D": shape.dim, "H": shape.expert_hidden, "E": shape.num_experts, "C": shape.top_k},
         "model": start["model"],
-        "data": {**start["data"], "tokenizer": {**tokenizer, "name": _without_folder(tokenizer["name"])}},
+        "data": {**start["data"], "tokenizer": {**tokenizer, "name": without_folder(tokenizer["name"])}},
         "steps": resolved.steps,
         "tokens": resolved.steps * tokens,
         "seq_len": resolved.seq_len,

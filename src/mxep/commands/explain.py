@@ -283,7 +283,8 @@ def _recipes_table(config: ExplainConfig, model: ModelConfig) -> Table:
     table = _table("Recipes, one MoE layer on one rank", ("recipe", "dispatch", "GEMM", "wgrad"), ("MiB sent", "MiB kept"))
     letters = (config.tokens, model.dim, model.expert_hidden, model.num_experts, model.top_k, config.ep)
     for recipe in RECIPES.values():
-        sent, kept = _sent(_stages_of(config, model, recipe)), kept_bytes(*letters, model.num_shared_experts, recipe, config.fused_layer)
+        layer = model.num_shared_experts, recipe, config.fused_layer, config.keep_first_product
+        sent, kept = _sent(_stages_of(config, model, recipe)), kept_bytes(*letters, *layer)
         table.add_row(recipe.name, recipe.dispatch, recipe.gemm, recipe.wgrad, f"{sent / _MIB:,.0f}", f"{kept / _MIB:,.0f}")
     return table
 

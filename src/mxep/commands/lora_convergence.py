@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.bench.records import device_name, origin, write_records
-from mxep.commands.convergence import RunPool, SeedRun, arm_of, log_tail, missing_for_verdict, say
+from mxep.commands.convergence import RunPool, SeedRun, arm_of, log_tail, missing_for_verdict, say, without_folder
 from mxep.device import default_device_type, resolve_gemm_path
 from mxep.models.loss import IGNORE
 from mxep.recipe import Recipe
@@ -295,6 +296,8 @@ def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Names
     """Prints the table and the verdict, writes the record."""
     from mxep.bench.markdown_tables import lora_convergence_table
 
+    of_default = options.data == [str(_transformers_folder())]
+    texts = [] if of_default else [f"--data {' '.join(shlex.quote(without_folder(name)) for name in options.data)}"]
     asked = [f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name in _POSITIVE and value is not None]
     record: dict[str, Any] = {
         "benchmark": "lora_convergence",
@@ -304,7 +307,7 @@ def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Names
         "data": data,
         **{name: getattr(options, name) for name in ("steps", "seeds", "rank", "batch", "seq_len", "lr", "eval_every", "eval_tokens")},
         **compare_arms(runs, options.steps),
-        **origin(f"{PROGRAM} --base FOLDER --out FOLDER {' '.join(asked)}"),
+        **origin(f"{PROGRAM} --base FOLDER --out FOLDER {' '.join([*texts, *asked])}"),
     }
     say(lora_convergence_table([record]))
     if record["no_verdict"]:
