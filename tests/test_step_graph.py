@@ -28,3 +28,14 @@ def test_inputs_are_copied_into_the_memory_of_the_first_call() -> None:
     assert (recorder.recorded, recorder.replays) == (1, 6 - EAGER_STEPS)
     with pytest.raises(ValueError, match=r"an input of \(3,\), want \(2,\) as in the first call"):
         graph(total, [Batch(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2]), None)] * 2, torch.tensor(2.0))
+
+
+def test_inputs_of_a_dict_are_matched_by_key() -> None:
+    graph = StepGraph(torch.device("cpu"), Recorder(()))
+    tokens, labels = torch.full((4,), 3.0), torch.full((4,), 1.0)
+
+    def difference(batch: dict[str, Tensor]) -> Tensor:
+        return batch["tokens"].sum() - batch["labels"].sum()
+
+    given = [{"tokens": tokens, "labels": labels}, {"labels": labels, "tokens": tokens}]
+    assert [graph(difference, given[call % 2]).item() for call in range(2 * EAGER_STEPS + 2)] == [8.0] * (2 * EAGER_STEPS + 2)

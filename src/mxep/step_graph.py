@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 EAGER_STEPS = 3  # before the graph
 # Records a function and returns what replays it, and the memory of its result.
@@ -92,7 +92,8 @@ class StepGraph:
         """Put the inputs where the graph reads them."""
         if self._inputs is None:
             self._inputs = tree_map_only(Tensor, lambda given: torch.empty_like(given, device=self._device), inputs)
-        for held, given in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
+        own, structure = tree_flatten(self._inputs)
+        for held, given in zip(own, structure.flatten_up_to(inputs), strict=True):  # dicts by key, not by order
             if isinstance(given, Tensor):
                 if held.shape != given.shape:
                     raise ValueError(f"StepGraph: an input of {tuple(given.shape)}, want {tuple(held.shape)} as in the first call")

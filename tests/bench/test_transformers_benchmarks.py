@@ -67,7 +67,7 @@ def test_an_arm_without_gradients_of_weights(monkeypatch: pytest.MonkeyPatch) ->
         return original(problem, arm)
 
     monkeypatch.setattr(transformers_benchmark.AdapterProblem, "output", without)
-    with pytest.raises(registry.CheckFailedError, match="mxep: .* at -inf dB from grouped_mm"):
+    with pytest.raises(registry.CheckFailedError, match=r"mxep: .* at -inf dB from grouped_mm"):
         _records("transformers")
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from tests.moe_truth import ACTIVATIONS, C, D, E, H, both, choice_gradients, draw, error, make, truth, walk
 from tests.truth import assert_same, raises_naming
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.fused import autograd
-from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fuse_layers, fused_moe, saved_bytes
+from mxep.moe import FusedMoE, MoE, MoEConfig, Router, RuntimeEPConfig, fuse_layers, fused_moe, saved_bytes
 from mxep.parallel import cache_quantized_weights
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import record_bytes, round_up
@@ -449,3 +449,56 @@ def test_wrong_input_is_named() -> None:
     with raises_naming("scores_before_experts", "use MoE"):
         make(FusedMoE, "hp", scores_before_experts=True)
     assert isinstance(make(FusedMoE, "hp"), MoE)
+
+
+def test_a_router_that_would_not_run_is_an_error() -> None:
+    """A bias of the gate, another router, and hooks: the layer reads the gate's weight and runs neither module."""
+
+    class Other(Router):
+        pass
+
+    def biased(layer: MoE) -> None:
+        layer.router.gate = nn.Linear(D, E)
+
+    def replaced(layer: MoE) -> None:
+        layer.router = Other(layer.config)
+        layer.router.forward = lambda *arguments: None  # type: ignore[method-assign]
+
+    def hooked(layer: MoE) -> None:
+        layer.router.register_forward_hook(lambda *arguments: None)
+
+    def hooked_gate(layer: MoE) -> None:
+        layer.router.gate.register_forward_pre_hook(lambda *arguments: None)
+
+    changes = {
+        biased: "has a bias",
+        replaced: "router is a Other with a forward",
+        hooked: "router has hooks",
+        hooked_gate: "gate has hooks",
+    }
+    for change, says in changes.items():
+        layer = FusedMoE(MoEConfig(D, H, E, C))
+        change(layer)
+        with pytest.raises(ValueError, match=says):
+            layer(torch.randn(4, D))
+        layer = MoE(MoEConfig(D, H, E, C))
+        change(layer)
+        with pytest.raises(ValueError, match=r"FusedMoE\.of: "):
+            FusedMoE.of(layer)
+
+
+def test_what_fusing_would_lose_is_an_error() -> None:
+    def hook(*arguments: object) -> None:
+        pass
+
+    changes: list[tuple[Callable[[MoE], object], str]] = [
+        (lambda layer: layer.experts.register_load_state_dict_pre_hook(hook), "_load_state_dict_pre_hooks"),
+        (lambda layer: layer.register_state_dict_pre_hook(hook), "_state_dict_pre_hooks"),
+        (lambda layer: setattr(layer, "more", nn.Linear(2, 2)), "MoE has more"),
+        (lambda layer: layer.experts.register_buffer("kept", torch.ones(1)), "Experts has kept"),
+    ]
+    for change, lost in changes:
+        layer = MoE(MoEConfig(D, H, E, C))
+        change(layer)
+        with pytest.raises(ValueError, match=f"{lost}.*, which would be lost"):
+            FusedMoE.of(layer)

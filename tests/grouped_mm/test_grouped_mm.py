@@ -8,8 +8,8 @@ from tests.truth import Saved, assert_same, seeded, sqnr
 
 from mxep import MXTensor, ScaleCalculationMode, quantize_mx, reference, to_mxfp8_then_scaled_grouped_mm
 from mxep import _to_mxfp8_then_scaled_grouped_mm as under_its_old_name
-from mxep.grouped_mm.function import expert_mm
-from mxep.recipe import RECIPES
+from mxep.grouped_mm.function import expert_mm, recipe_grouped_mm
+from mxep.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.usefixtures("every_device")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -388,3 +388,14 @@ def test_wgrad_from_mx_quantises_once_and_saves_mx() -> None:
     mx_grad = MXTensor(*reference.quantize(grad, recipe.scaling_mode.value), BF16)
     out = expert_mm(leaf, w, offsets(ALIGNED), RECIPES["mxfp8_wgrad_with_hp"])
     assert_same(got[1], torch.autograd.grad(out, w, mx_grad)[0], "dW, as from an MX gradient")
+
+
+def test_a_recipe_in_high_precision_multiplies_so() -> None:
+    """By name, and below `hp_below_rows`; also where dW is added to a gradient of float32."""
+    a, weight, offs = torch.randn(64, 128), torch.randn(2, 96, 128), torch.tensor([32, 64], dtype=torch.int32)
+    want = torch.cat([a[:32] @ weight[0].T, a[32:] @ weight[1].T])
+    for recipe in (Recipe.named("hp"), Recipe("few", hp_below_rows=1000)):
+        assert torch.equal(recipe_grouped_mm(a, weight.transpose(-2, -1), offs, None, torch.float32, recipe), want)
+        leaf, total = weight.clone().requires_grad_(), torch.ones(2, 96, 128)
+        recipe_grouped_mm(a, leaf.transpose(-2, -1), offs, None, torch.float32, recipe, main_grad=total).sum().backward()
+        torch.testing.assert_close(total, 1 + torch.stack([part.sum(0).expand(96, 128) for part in a.split(32)]))

@@ -689,3 +689,24 @@ def test_trl_trains_adapters_on_a_frozen_base(kind: str, tmp_path: Path) -> None
     trainer.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
     assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_an_adapter_of_an_experts_bias_is_pefts_own() -> None:
+    found = []
+    for ours in (True, False):
+        model = base_of("GptOss", "mxep_hp" if ours else "grouped_mm", quantise=False).float()
+        changes = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"]}
+        config = config_of(**changes)
+        wrapped = peft.get_peft_model(model, peft_0_21.register(config) if ours else config)
+        generator = torch.Generator().manual_seed(7)
+        for name, parameter in wrapped.named_parameters():
+            if "lora" in name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        logits = wrapped(input_ids=tokens_of(1)).logits
+        logits.square().mean().backward()
+        adapters = {name: parameter.grad for name, parameter in wrapped.named_parameters() if "lora" in name}
+        assert all(grad is not None for grad in adapters.values())
+        found.append((logits.detach(), adapters))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
+    for name, grad in found[1][1].items():
+        torch.testing.assert_close(found[0][1][name], grad, rtol=1e-3, atol=1e-6)

@@ -548,3 +548,34 @@ def test_the_balance_loss_of_a_model_with_converted_routers() -> None:
     assert got.item() == pytest.approx(want.item(), rel=2e-3)
     assert min(sqnr_db(of_model[name], ours[name]) for name in ours if "mlp.gate" in name) > 10  # some tokens change their experts
     assert sum(what.startswith("router") for what in done.converted.values()) == 2
+
+
+def test_an_error_leaves_the_model_as_it_was() -> None:
+    model = model_of()
+    before = model.get_experts_implementation()
+    with pytest.raises(ValueError, match="mxfp9"):
+        transformers_5.accelerate(model, "mxfp8_wgrad_with_mx", linears="self_attn", head_recipe="mxfp9")
+    assert model.get_experts_implementation() == before
+    assert not any(isinstance(module, MXLinear) or "forward" in vars(module) for module in model.modules())
+
+
+def test_a_scale_of_one_is_a_change_of_the_logits() -> None:
+    model = model_of("GraniteMoe").train()
+    assert model.config.logits_scaling == 1.0
+    done = transformers_5.accelerate(model, "bf16", linears=None)
+    assert "logits_scaling" in done.left["head"]
+    assert model(**labelled()).loss.isfinite()
+
+
+def test_an_encoder_with_a_decoder_keeps_its_loss() -> None:
+    """Moonshine hands its labels to the loss as they are: its decoder's inputs are shifted instead."""
+    layers = {f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")}
+    heads = {f"{part}_num_{kind}_heads": 4 for part in ("encoder", "decoder") for kind in ("attention", "key_value")}
+    tokens = {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = transformers.MoonshineConfig(vocab_size=128, hidden_size=64, intermediate_size=96, **layers, **heads, **tokens)
+    model = transformers.MoonshineForConditionalGeneration(config).train()
+    given = {"input_values": torch.randn(2, 4000), "labels": torch.randint(3, 128, (2, 11))}
+    want = model(**given).loss
+    with pytest.raises(ValueError, match="nothing of MoonshineForConditionalGeneration can be converted"):
+        transformers_5.accelerate(model, "bf16", linears=None, norms=False, rotary=False, routers=False)
+    assert torch.equal(model(**given).loss, want)

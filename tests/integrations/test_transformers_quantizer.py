@@ -20,7 +20,7 @@ from mxep.mx import MXWeight, mxfp4_to_mxfp8
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 
 from tests.integrations.test_transformers_5 import ALL_ATTENTION, build
-from transformers import GptOssForCausalLM
+from transformers import GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -232,3 +232,30 @@ def test_configurations(in_mxfp4: Path, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "fp8")
     with raises_naming("fp8: quant_method is 'fp8'", "want mxfp4 or none", "take the bf16 files"):
         config_without_mxfp4(tmp_path / "fp8")
+
+
+def of_another_shape(folder: Path, **changes: Any) -> Any:
+    """Of the files in `folder`, but with a configuration that was changed."""
+    config = Qwen3MoeConfig.from_pretrained(folder)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return Qwen3MoeForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16, quantization_config=MXFP8Config())
+
+
+def test_parameters_that_files_lack_and_shapes_that_differ(tmp_path: Path) -> None:
+    """A bias is transformers' zeros beside a frozen weight; weights of another shape are no model's."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads)).to(torch.bfloat16).save_pretrained(tmp_path)
+    projection = of_another_shape(tmp_path, attention_bias=True).model.layers[0].self_attn.q_proj
+    assert isinstance(projection.weight, MXWeight)
+    assert not projection.bias.any()
+    for changes in ({"moe_intermediate_size": 32}, {"num_attention_heads": 2}, {"num_key_value_heads": 1}):
+        with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+            of_another_shape(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("unknown", ["modules_to_not_convert", "keep_dgrad"])
+def test_unknown_options(unknown: str) -> None:
+    with pytest.raises(ValueError, match=f"{unknown} is unknown, want fqns, skip"):
+        MXFP8Config(**{unknown: ["self_attn"]})

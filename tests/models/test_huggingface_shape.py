@@ -133,6 +133,13 @@ def test_what_our_models_lack_is_refused_by_name(kind: str, tmp_path: Path) -> N
     assert str(tmp_path / "hf" / "config.json") in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor"])
+def test_routing_that_a_file_does_not_say(key: str, tmp_path: Path) -> None:
+    """transformers takes the numbers of DeepSeek-V3 for them."""
+    with pytest.raises(ValueError, match=f"{key} is missing, want the number that the model was trained with"):
+        read_shape(write(tmp_path / "hf", {name: value for name, value in V3.items() if name != key}))
+
+
 def test_names_before_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preset is a preset whatever lies in the current folder; a path says that it is one."""
     monkeypatch.chdir(tmp_path)

@@ -284,3 +284,15 @@ def test_the_product_is_in_float32_whatever_the_dtypes_around_it() -> None:
     router.gate = adapter
     assert torch.equal(router(tokens).experts, want)
     assert torch.equal(router.bfloat16()(tokens).experts, best_two(tokens, weight.bfloat16()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_loss_alone_under_another_default_dtype(dtype: torch.dtype) -> None:
+    routing = route(logits := torch.randn(16, 8, requires_grad=True), None, config(balance_loss=0.1))
+    torch.set_default_dtype(dtype)
+    try:
+        losses(routing, config(balance_loss=0.1)).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.float32

@@ -14,6 +14,7 @@ from tests.ranks import run_ranks
 from tests.truth import raises_naming, sqnr
 from tests.user_experts import PublicExperts
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -341,3 +342,46 @@ def test_the_files_of_a_bf16_model_fill_a_frozen_one(tmp_path: Path) -> None:
     model.load_state_dict(torch.load(path))
     mxep.quantize_base(want)
     assert same_bytes(model.wo.weight, want.wo.weight)
+
+
+def _sharded(rank: int, world: int) -> list[tuple[bool, bool]]:
+    """By kind of layer: whether the rank's shards are their parts of the frozen weights, and its outputs those of the whole layer."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    found = []
+    for fused in (False, True):
+        model = block(fused)
+        mxep.quantize_base(model, "moe.experts", keep_dgrad_form=True)
+        whole, x = copy.deepcopy(model.moe), rows(rank)
+        mxep.apply_mxfp8_expert_parallel(model.moe, mesh["ep"])
+        same = []
+        for name in ("w1", "w2", "w3"):
+            shard, of_whole = getattr(model.moe.experts, name).to_local(), getattr(whole.experts, name)
+            same.append(torch.equal(shard.dequantize(), of_whole.dequantize().chunk(world)[rank]) and shard.kept is not None)
+        found.append((all(same), sqnr(whole(x).detach(), model.moe(x).detach()) > 40))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_expert_parallelism_of_a_frozen_base(world: int) -> None:
+    assert run_ranks(_sharded, world) == [[(True, True)] * 2] * world
+
+
+def test_writing_an_expert_renews_its_dgrad_form() -> None:
+    """Expert by expert, as a checkpoint may be loaded; also through parts of a split."""
+    experts = mxep.moe.Experts(64, 32, 4, "mxfp8_gemm")
+    mxep.quantize_base(nn.ModuleDict({"experts": experts}), "experts", keep_dgrad_form=True)
+    x, counts = torch.randn(128, 64, requires_grad=True), torch.tensor([32] * 4)
+
+    def gradient() -> Tensor:
+        (found,) = torch.autograd.grad(experts(x, counts).sum(), x)
+        return found
+
+    gradient()
+    with torch.no_grad():
+        for expert, values in enumerate(torch.randn(4, 32, 64)):
+            experts.w1[expert].copy_(values)
+        experts.w3.split(2)[1].copy_(torch.randn(2, 32, 64))
+    got = gradient()
+    for weight in (experts.w1, experts.w2, experts.w3):
+        weight.kept.forms.clear()
+    assert torch.equal(got, gradient())

@@ -18,10 +18,11 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from mxep import MoE, MoEConfig, convert_linears
+from mxep.grouped_mm.dense import DenseLora
 from mxep.models.decoder import FeedForward
 from mxep.models.loss import OutputProjection
 from mxep.parallel import MXLinear, apply_fsdp, build_meshes, cache_quantized_weights, recompute_blocks
-from mxep.recipe import RECIPES
+from mxep.recipe import RECIPES, Recipe
 
 MXFP8_RECIPES = [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"]
 
@@ -248,3 +249,16 @@ def test_operands_that_do_not_fit(x: Tensor, bias: Tensor | None, message: str) 
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             layer(x)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_dtype_of_few_rows_under_autocast(adapter: bool) -> None:
+    """That of x, as with many rows, and the values of a call without autocast."""
+    linear = MXLinear(nn.Linear(64, 96), Recipe("few", hp_below_rows=100))
+    lora = DenseLora(torch.randn(8, 64), torch.randn(96, 8), 2.0) if adapter else None
+    for rows in (32, 128):
+        x = torch.randn(rows, 64)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = linear(x, lora)
+        assert y.dtype == torch.float32
+        assert torch.equal(y, linear(x, lora)) or (rows == 128 and adapter)

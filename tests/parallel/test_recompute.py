@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mxep.grouped_mm.products import Weights
-from mxep.moe import FusedMoE, RuntimeEPConfig, fused_experts
+from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig, fused_experts
 from mxep.moe.experts import Experts
-from mxep.parallel import Recompute, recompute_blocks
+from mxep.parallel import Recompute, compile_blocks, recompute_blocks
 
 RUNTIMES = {
     "as it is": RuntimeEPConfig(),
@@ -135,3 +136,36 @@ def test_given_choices() -> None:
         assert twice - plain == more
         for a, b in zip(found, want, strict=True):
             assert_same(a, b)
+
+
+class Residual(nn.Module):
+    """The identity where all parameters are 0."""
+
+    def __init__(self, kind: type[MoE]) -> None:
+        super().__init__()
+        self.linear, self.moe = nn.Linear(64, 64), kind(MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2, num_shared_experts=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.linear(x))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "keep_moe", "compile", "compile, keep_moe"])
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_a_copy_runs_its_own_weights(kind: type[MoE], mode: str) -> None:
+    """As an average of the weights, or the reference model of DPO, which is a deepcopy."""
+    block, x = Residual(kind), torch.randn(32, 64)
+    if "compile" in mode:
+        torch._dynamo.reset()
+        compile_blocks([block], "aot_eager")
+    if mode != "compile":
+        recompute_blocks([block], mode.rpartition(" ")[2])  # type: ignore[arg-type]
+    twin = copy.deepcopy(block)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    y = twin(x)
+    assert torch.equal(y, x)
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert all(parameter.grad is None for parameter in block.parameters())
+    assert not torch.equal(block(x), x)

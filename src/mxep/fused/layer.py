@@ -42,13 +42,14 @@ from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activat
 from mxep.moe.expert_mlp import TENSORS, ExpertLora, ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
-from mxep.moe.router import Router, is_watched
+from mxep.moe.router import Router, check_router, is_watched
 from mxep.mx.rows import unflatten_rows
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
 
 _WHERE, _GIVEN = "fused_moe", "fused_experts"
+_STATE_HOOKS = "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 _STEPS = "_routed_experts", "_weigh_inputs", "_sum_choices"  # of `MoE`, which a fused layer does in its own way
 
 
@@ -261,6 +262,16 @@ class FusedMoE(MoE):
                     f"FusedMoE.of: {type(moe).__name__}, whose {type(part).__name__} has hooks or a forward of its own (one that "
                     "recomputes or is compiled), which would be lost, want none yet; fuse before they are put there"
                 )
+        check_router("FusedMoE.of", moe.router)
+        for part, kept in ((moe, ("router", "experts", "shared_experts")), (moe.experts, ())):
+            lost = [name for name in part._modules if name not in kept]
+            lost += [name for name in part._buffers if name not in ("expert_bias", "tokens_per_expert")]
+            lost += [hooks for hooks in _STATE_HOOKS if vars(part)[hooks]]
+            if lost:
+                raise ValueError(
+                    f"FusedMoE.of: {type(part).__name__} has {', '.join(lost)}, which would be lost, want mxep.moe's own modules, buffers "
+                    "and hooks alone; fuse before they are put there"
+                )
         if moe.experts.activation != moe.config.activation:
             raise ValueError(f"FusedMoE.of: experts.activation={moe.experts.activation!r}, want that of the configuration; change both")
         with torch.device("meta"):
@@ -274,13 +285,7 @@ class FusedMoE(MoE):
         return fused.train(moe.training)
 
     def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As that of `MoE`, in one autograd function. Raises ValueError if the router's gate is no plain torch.nn.Linear."""
-        gate = self.router.gate
-        if type(gate).forward is not nn.Linear.forward or "forward" in vars(gate):
-            raise ValueError(
-                f"{type(self).__name__}: router.gate is a {type(gate).__name__} with a forward of its own, which this layer would not run, "
-                "want a torch.nn.Linear; leave the gate out of what wraps or adapts layers, or use MoE"
-            )
+        """As that of `MoE`, in one autograd function. Raises ValueError as `check_router` does."""
         return self.experts(self.router.hold_gate(tokens), self)  # type: ignore[no-any-return]
 
 

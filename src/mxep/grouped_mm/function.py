@@ -389,6 +389,6 @@ def recipe_grouped_mm(
     """
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     options = None
-    if not (recipe.hp_below_rows and recipe.multiplies_in_hp(A.shape[0], B_t.shape[0])):
+    if not recipe.multiplies_in_hp(A.shape[0], B_t.shape[0]):
         options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
     return _checked_grouped_mm(A, B_t, offs, bias, out_dtype, options, main_grad, weight_dtype, kept)

@@ -575,7 +575,7 @@ def add_wgrad(
     grad: Operand,
     a: Operand,
     offs: Tensor,
-    gemm: GemmOptions,
+    gemm: GemmOptions | None,
     g_map: Tensor | None = None,
     a_map: Tensor | None = None,
 ) -> None:
@@ -583,10 +583,10 @@ def add_wgrad(
 
     Uses the path of bf16 results: its accumulation error is below the rounding of a bf16 gradient, which a main gradient avoids.
     """
-    if gemm.wgrad == "mxfp8":
+    if gemm is not None and gemm.wgrad == "mxfp8":
         into.add_(wgrad_gemm(grad, a, offs, gemm, torch.float32))
         return
-    if (operands := _both_in_mx(grad, a, gemm)) is not None:
+    if gemm is not None and (operands := _both_in_mx(grad, a, gemm)) is not None:
         direct.grouped_wgrad_mx(*operands, offs, torch.float32, gemm.path, g_map, a_map, out=into, accumulate=True)
     else:
         assert isinstance(grad, Tensor)

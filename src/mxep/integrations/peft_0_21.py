@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mxep.grouped_mm.dense import DenseLora, dense_mm
-from mxep.integrations.transformers_5 import computes, lora_factors
+from mxep.integrations.transformers_5 import computes, lora_factors, weight_names
 from mxep.moe.router import is_watched
 from mxep.mx.compile import in_graph
 from mxep.mx.weight import MXWeight
@@ -150,7 +150,7 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrapp
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         experts, adapters = self.get_base_layer(), [name for name in active_adapters if name in self.lora_A]
-        if not adapters or not computes(experts):
+        if not adapters or not computes(experts) or self.parameter_name not in weight_names(experts):  # a bias, say
             if adapters and isinstance(self.get_param(), MXWeight):
                 raise ValueError(
                     f"{__name__}: {self.parameter_name} of {type(experts).__name__} is frozen in MX, and peft would add an adapter to it; "

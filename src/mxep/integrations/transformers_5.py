@@ -198,7 +198,7 @@ def _weight(experts: Module, name: str) -> Tensor:
 def computes(experts: nn.Module) -> bool:
     """Whether experts of a model run by an experts implementation of this module, and by no exchange of transformers' own."""
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
-    return getattr(ExpertsInterface().get(name), "func", None) is experts_forward
+    return all(hasattr(experts, form) for form in _FORM) and getattr(ExpertsInterface().get(name), "func", None) is experts_forward
 
 
 def lora_factors(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
@@ -206,17 +206,21 @@ def lora_factors(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return vars(experts).setdefault("_mxep_lora_factors", {})  # type: ignore[no-any-return]
 
 
+def weight_names(experts: Module) -> tuple[str, str]:
+    """Of the gate and up GEMM and of the down GEMM."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
 def _lora(experts: Module, dtype: torch.dtype) -> ExpertLora:
     factors = vars(experts).get("_mxep_lora_factors") or {}
-    pairs = (factors.get(name, (None, None)) for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"))
+    pairs = (factors.get(name, (None, None)) for name in weight_names(experts))
     return ExpertLora(*(None if factor is None else factor.to(dtype) for pair in pairs for factor in pair))
 
 
 def _parameters(experts: Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Weight (L, N, K) and bias (L, N) of the gate and up GEMM and of the down GEMM."""
     first, second = (
-        (_weight(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None)
-        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+        (_weight(experts, name), getattr(experts, f"{name}_bias") if experts.has_bias else None) for name in weight_names(experts)
     )
     return first, second
 
@@ -330,7 +334,7 @@ def accelerate(
     """
     from transformers import PreTrainedModel  # not with this module: it brings every quantizer that transformers knows
 
-    where, chosen = f"{__name__}.accelerate", resolve_recipe(recipe)
+    where, chosen, of_head = f"{__name__}.accelerate", resolve_recipe(recipe), resolve_recipe(head_recipe)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")
     if is_loss_converted(model) or any(isinstance(module, MXLinear) for module in model.modules()):
@@ -341,17 +345,17 @@ def accelerate(
             _accelerate_experts(model, chosen, done)
         if linears is not None:
             _accelerate_linears(model, chosen, linears, done)
-    except ValueError:
+        if head:
+            _accelerate_head(model, of_head, done)
+        if norms:
+            _accelerate_norms(model, done)
+        if rotary:
+            _accelerate_rotary(model, done)
+        if routers:
+            _accelerate_routers(model, done)
+    except Exception:
         done.undo()
         raise
-    if head:
-        _accelerate_head(model, resolve_recipe(head_recipe), done)
-    if norms:
-        _accelerate_norms(model, done)
-    if rotary:
-        _accelerate_rotary(model, done)
-    if routers:
-        _accelerate_routers(model, done)
     if not done.converted:
         raise ValueError(f"{where}: nothing of {type(model).__name__} can be converted\n{done}")
     _log.info("%s", done)

@@ -42,6 +42,7 @@ class LossState:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.targets: _Targets | None = None
+        self.shift_labels: Tensor | None = None  # as the call gave them
         self.loss: Tensor | None = None
 
 
@@ -50,7 +51,7 @@ def why_loss_stays(model: PreTrainedModel, recipe: Recipe) -> str | None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
+    scaled = [name for name in _SCALES if getattr(config, name, None) is not None]  # 1 too: the product is another tensor
     if head is None:
         return "the model has no projection to a vocabulary"
     if type(head) is not nn.Linear or head.bias is not None:
@@ -61,6 +62,8 @@ def why_loss_stays(model: PreTrainedModel, recipe: Recipe) -> str | None:
         return "a forward of its own replaces that of the model's class or of its projection (a hook, an offload)"
     if model.loss_function is not ForCausalLMLoss:
         return f"the model's loss is {getattr(model.loss_function, '__name__', model.loss_function)}, want transformers' ForCausalLMLoss"
+    if any(getattr(c, "is_encoder_decoder", False) for c in (model.config, config)):
+        return "the model is an encoder with a decoder, whose labels are those of its tokens and not the next ones"
     if scaled:
         return f"the model changes its logits before the loss ({scaled[0]}={getattr(config, scaled[0])})"
     if isinstance(head.weight, DTensor):
@@ -100,11 +103,12 @@ def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwarg
     if not model.training or labels is None or not isinstance(kept, int) or kept != 0:
         return forward(model, *args, **kwargs)
     state.targets = _Targets(_next_tokens(labels, kwargs), kwargs.get("num_items_in_batch"))
+    state.shift_labels = kwargs.get("shift_labels")
     try:
         output = forward(model, *args, **kwargs)
         made = state.loss
     finally:
-        state.targets = state.loss = None
+        state.targets = state.shift_labels = state.loss = None
     if isinstance(output, tuple):
         return tuple(None if item is made else item for item in output)
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
@@ -144,5 +148,10 @@ def _loss_function(state: LossState, original: Callable[..., Tensor], logits: Te
         raise ValueError(
             "transformers_5.accelerate: the model changes its logits between its projection and its loss, or has another projection now, "
             "want the projection that was converted and its output as it is; undo the conversion, and accelerate(..., head=False)"
+        )
+    if kwargs.get("shift_labels") is not state.shift_labels:
+        raise ValueError(
+            "transformers_5.accelerate: the model hands other shift_labels to its loss than it was given, want it to shift its labels; "
+            "undo the conversion, and accelerate(..., head=False)"
         )
     return logits.clone()  # another tensor than the placeholder of the logits

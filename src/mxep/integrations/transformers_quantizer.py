@@ -62,8 +62,11 @@ class MXFP8Config(QuantizationConfigMixin):
         skip: str | list[str] = (),  # type: ignore[assignment]
         keep_dgrad_form: bool = False,
         save_as: str = "bf16",
-        **_: Any,
+        quant_method: str = _METHOD,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise ValueError(f"MXFP8Config: {', '.join(unknown)} is unknown, want fqns, skip, keep_dgrad_form or save_as")
         if save_as not in _SAVE_AS:
             raise ValueError(f"MXFP8Config: save_as={save_as!r}, want one of {', '.join(map(repr, _SAVE_AS))}")
         self.quant_method = _METHOD  # type: ignore[assignment]
@@ -184,6 +187,9 @@ class _Quantize(ConversionOps):
                 continue
             module, name = get_module_from_name(model, fqn)
             values = value[0] if isinstance(value, list) else value
+            if values.shape != (shape := to_local(module._parameters[name]).shape):  # transformers does not check weights of quantizers
+                found = tuple(values.shape)
+                raise ValueError(f"{__name__}: {fqn} is {found} in the file, want {tuple(shape)}; load another model or another folder")
             freeze_weight(module, name, values, fqn, keep_dgrad_form=self.hf_quantizer.quantization_config.keep_dgrad_form)
             _mark_loaded(module, name, fqn, missing_keys)
         return left
@@ -247,4 +253,4 @@ class _FromMXFP4(_FromBytes):
 def _mark_loaded(module: Any, name: str, fqn: str, missing_keys: set[str] | None) -> None:
     if missing_keys is not None:
         missing_keys.discard(fqn)
-    module._is_hf_initialized = module._parameters[name]._is_hf_initialized = True
+    module._parameters[name]._is_hf_initialized = True  # not the module: the file may lack its bias, which transformers fills then

@@ -130,7 +130,11 @@ def _deepseek(v: _Values, common: dict[str, Any]) -> dict[str, Any]:
     """The fields of DeepSeek's architectures."""
     v.fixed("num_key_value_heads", common["num_heads"])
     shape = v.fields(DEEPSEEK_FIELDS)
-    if v.values["model_type"] == "deepseek_v3":  # balanced by the expert bias; aux_loss_alpha is ignored
+    if v.values["model_type"] == "deepseek_v3":
+        for key in ("n_group", "topk_group", "routed_scaling_factor"):  # transformers' defaults are those of DeepSeek-V3, others' are 1
+            if key not in v.values:
+                raise ValueError(f"{v.where}: {key} is missing, want the number that the model was trained with; 1 switches it off")
+        # balanced by the expert bias; aux_loss_alpha is ignored
         v.read.add("aux_loss_alpha")
         return shape | {"renormalize": v.flag("norm_topk_prob")}
     del shape["num_groups"], shape["top_groups"]  # "greedy" knows none

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
 from mxep.moe.config import MoEConfig, RouterDtype
@@ -202,7 +203,7 @@ class RouteTokens(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
         d_scores, _, _, d_shares, d_z = grads
-        d_scores = torch.zeros(experts.shape, device=experts.device) if d_scores is None else d_scores.float()
+        d_scores = torch.zeros(experts.shape, dtype=torch.float32, device=experts.device) if d_scores is None else d_scores.float()
         d_logits = torch.ops.mxep.router_backward(logits, experts, d_scores, d_shares, d_z, *ctx.weights, logits.dtype)
         return d_logits, *(None,) * 11
 
@@ -235,7 +236,12 @@ class Router(nn.Module):
         return route(self._logits(tokens), expert_bias, self.config)
 
     def hold_gate(self, tokens: Tensor) -> Tensor:
-        """Returns the tokens (T, D). Under FSDP this is a forward, after which a layer may read `gate.weight` and multiply itself."""
+        """Returns the tokens (T, D). Under FSDP this is a forward, after which a layer may read `gate.weight` and multiply itself.
+
+        Raises:
+            ValueError: as `check_router`.
+        """
+        check_router("FusedMoE", self)
         return tokens
 
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -249,3 +255,19 @@ class Router(nn.Module):
         cast = {name: p.to(dtype) for name, p in gate.named_parameters() if p.is_floating_point() and p.dtype != dtype}
         with without_autocast(tokens) if router_dtype == "fp32" else nullcontext():
             return functional_call(gate, cast, (tokens.to(dtype),)) if cast else gate(tokens.to(dtype))
+
+
+def check_router(where: str, router: nn.Module) -> None:
+    """Raise ValueError unless a router is a product with a weight and no more: a fused layer reads that weight and runs neither module."""
+    gate: Any = getattr(router, "gate", None)
+    parts: Any = (("router", router, Router.forward), ("router.gate", gate, nn.Linear.forward))
+    for name, part, forward in parts:
+        if getattr(type(part), "forward", None) is not forward or "forward" in vars(part):
+            raise ValueError(
+                f"{where}: {name} is a {type(part).__name__} with a forward of its own, which this layer would not run, want a "
+                "torch.nn.Linear as the gate of a mxep.moe.Router; leave both out of what wraps or adapts layers, or use MoE"
+            )
+        if is_watched(part) and not (part is router and isinstance(router, FSDPModule)):  # whose hooks run in `hold_gate`
+            raise ValueError(f"{where}: {name} has hooks, which this layer would not run, want none; remove them, or use MoE")
+    if gate.bias is not None:
+        raise ValueError(f"{where}: router.gate has a bias, which this layer would not add, want none; use MoE, or fused_experts")

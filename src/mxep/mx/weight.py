@@ -34,9 +34,21 @@ class KeptForms:
         writes: how often the weight was written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, written: list[int] | None = None) -> None:
         self.forms: dict[Any, tuple[list[int], Any]] = {}
-        self.writes = 0
+        self._written = [0] if written is None else written
+
+    @property
+    def writes(self) -> int:
+        return self._written[0]
+
+    def wrote(self) -> None:
+        """Counts a write."""
+        self._written[0] += 1
+
+    def of_part(self) -> KeptForms:
+        """Those of a part, a view: a write to the part is one to the whole."""
+        return KeptForms(self._written)
 
 
 class MXWeight(MXTensor):
@@ -237,9 +249,10 @@ def _along(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
     inner = dims - 2 if dim == of_rows else dim
     rest = {name: value for name, value in kwargs.items() if name != "dim"}
     called = [func(part, *args[1:at], inner, *args[at + 1 :], **rest) for part in (weight.qdata, weight.scale)]
+    kept = weight.kept
     if func is aten.split.Tensor:
-        return [weight._like(*parts) for parts in zip(*called, strict=True)]
-    return weight._like(*called, kept=weight.kept if func is aten.unsqueeze.default else None)
+        return [weight._like(*parts, kept=kept and kept.of_part()) for parts in zip(*called, strict=True)]
+    return weight._like(*called, kept=kept if func is aten.unsqueeze.default else kept and kept.of_part())
 
 
 def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
@@ -254,7 +267,7 @@ def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
     for own, other in zip((weight.qdata, weight.scale), parts, strict=True):
         own.copy_(other)
     if weight.kept is not None:
-        weight.kept.writes += 1
+        weight.kept.wrote()
     return weight
 
 

@@ -13,6 +13,7 @@ from mxep.ep.blocks import Permuted, combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.moe import MoE
 from mxep.moe.experts import Experts
+from mxep.mx.weight import KeptForms, MXWeight
 from mxep.recipe import Recipe, resolve_recipe
 
 
@@ -132,8 +133,18 @@ def shard_experts(module: nn.Module, ep_mesh: DeviceMesh) -> None:
                 f"expert parallelism: {type(module).__name__}.{name} is {tuple(parameter.shape)} and the EP degree {ep_mesh.size()}, "
                 "want the first dimension (experts) divisible by it; change the number of experts or the mesh"
             )
-        sharded = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)])
+        sharded = _distributed(parameter.detach(), ep_mesh)
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def _distributed(values: Tensor, ep_mesh: DeviceMesh) -> Tensor:
+    """Rank 0's values sharded over the experts; of a weight that is frozen in MX its bytes, since torch scatters plain tensors alone."""
+    if not isinstance(values, MXWeight):
+        return distribute_tensor(values, ep_mesh, [Shard(0)])
+    parts = (distribute_tensor(part.view(torch.uint8), ep_mesh, [Shard(0)]).to_local() for part in (values.qdata, values.scale))
+    qdata, scale = next(parts).view(values.qdata.dtype), next(parts).view(values.scale.dtype)
+    kept = None if values.kept is None else KeptForms()
+    return DTensor.from_local(values._like(qdata, scale, kept=kept), ep_mesh, [Shard(0)], run_check=False)
 
 
 def apply_mxfp8_expert_parallel(moe_layer: nn.Module, ep_mesh: DeviceMesh, recipe: str | Recipe | None = None) -> nn.Module:

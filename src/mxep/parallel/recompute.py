@@ -73,30 +73,37 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
     for block in blocks:
         for module in block.modules() if mode == "keep_moe" else ():
             if isinstance(module, MoE):
-                module.forward = torch.compiler.disable(_kept_for_backward(module.forward))  # type: ignore[method-assign]
-        block.forward = _again_in_backward(block.forward, options)  # type: ignore[method-assign]
+                module.forward = _with(torch.compiler.disable(_kept_for_backward), module.forward)  # type: ignore[method-assign]
+        block.forward = _with(_again_in_backward, block.forward, options)  # type: ignore[method-assign]
 
 
-def _kept_for_backward(forward: Callable) -> Callable:
+def _with(call: Callable, forward: Callable, *arguments: Any) -> Callable:
+    """call(forward, *arguments, ...) in the place of `forward`, a partial: a copy of the module runs its own forward.
+
+    deepcopy shares closures, and copies what a partial holds.
+    """
+    return functools.update_wrapper(functools.partial(call, forward, *arguments), forward)
+
+
+def _kept_for_backward(forward: Callable, *args: Any, **kwargs: Any) -> Any:
     """A forward whose saved tensors a checkpoint around it does not replace: of nested hooks, the innermost alone are called."""
 
     def pack(tensor: Tensor) -> Tensor:
         return tensor.detach()  # a saved output would hold the node that holds it
 
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            return forward(*args, **kwargs)
-
-    return wrapped
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        return forward(*args, **kwargs)
 
 
-def _again_in_backward(forward: Callable, options: dict[str, Any]) -> Callable:
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+def _again_in_backward(forward: Callable, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
-    return wrapped
+
+def _of_copies(wrap: Callable[[Callable], Callable], module: nn.Module) -> Callable:
+    """wrap(module.forward), which a copy of the module calls with the copy; not if its forward is wrapped already."""
+    if "forward" in vars(module):
+        return wrap(module.forward)
+    return functools.partial(wrap(type(module).forward), module)
 
 
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
@@ -115,10 +122,11 @@ def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> No
         >>> torch.nn.Sequential(*blocks)(torch.randn(4, 64)).shape
         torch.Size([4, 64])
     """
+    compiled = functools.partial(torch.compile, backend=backend)
     for block in blocks:
         for module in block.modules():
             if isinstance(module, MoE):
                 if module.shared_experts is not None:
-                    module.shared_experts.forward = torch.compile(module.shared_experts.forward, backend=backend)  # type: ignore[method-assign]
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+                    module.shared_experts.forward = _of_copies(compiled, module.shared_experts)  # type: ignore[method-assign]
+                module.forward = _of_copies(torch.compiler.disable, module)  # type: ignore[method-assign]
+        block.forward = _of_copies(compiled, block)  # type: ignore[method-assign]
