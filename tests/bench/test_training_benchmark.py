@@ -369,6 +369,11 @@ def test_older_records_are_counted_from_their_speed() -> None:
     ours, *others = published.rows([record])
     assert ours[6:] == ["20,000", "", *(f"{20000 * count / 1e12:.0f}" for count in counts.values())]
     assert ["13,000", "299", "363", "300", ""] in [row[6:] for row in others], "Megatron counts causal attention halved"
+    own = {"tokens_per_s": 80000.0, "mfu": 0.5, "mfu_causal": 0.4, "hfu": 0.45}
+    auto = record | {"options": record["options"] | {"activation_checkpoint": "auto", "seq_len": None}, "steps": {"bf16": own}}
+    row = dict(zip(published.COLUMNS, published.rows([auto])[0], strict=True))
+    assert [f"{share * 989:.0f}" for share in (0.5, 0.4, 0.45)] == [*row.values()][-3:], "the run's own shares of the peak"
+    assert "4096" in row.values(), "the preset's length"
     assert published.rows([record | {"device": "cpu"}]) == published.rows([record | {"routing": "the router's"}]) == others
     own = record | {"model": {"name": "my_model"}}
     assert training.utilizations(own, "bf16") == {"mfu": 0.5, "mfu_causal": None, "hfu": None}, "a model whose shape is not known"

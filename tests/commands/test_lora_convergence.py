@@ -144,3 +144,18 @@ def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pyt
     assert main(["lora-convergence", "--base", str(tmp_path), "--out", str(tmp_path / "runs"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_recorded_command_names_the_text(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    text = tmp_path / "words.txt"
+    text.write_text("words")
+    common = ["--base", str(tmp_path / "base"), "--steps", "40", "--eval-every", "2", "--device", "cpu"]
+    for given, named in ((["--data", str(text)], True), ([], False)):
+        options = lora_convergence._parse([*common, *given, "--out", str(tmp_path / str(named)), "--record", str(tmp_path / "records")])
+        runs = {arm: [run(2.0 + seed / 100) for seed in range(3)] for arm in lora_convergence.ARMS}
+        lora_convergence._finish(runs, options, torch.device("cpu"), {"documents": 1})
+        (record,) = json.loads((tmp_path / "records" / "lora_convergence-cpu-1.json").read_text())
+        assert ("--data words.txt" in record["command"]) == named
+        assert str(tmp_path) not in record["command"]

@@ -579,3 +579,15 @@ def test_an_encoder_with_a_decoder_keeps_its_loss() -> None:
     with pytest.raises(ValueError, match="nothing of MoonshineForConditionalGeneration can be converted"):
         transformers_5.accelerate(model, "bf16", linears=None, norms=False, rotary=False, routers=False)
     assert torch.equal(model(**given).loss, want)
+
+
+def test_a_norm_that_needs_more_than_plain_attributes_is_of_no_form() -> None:
+    class GroupedRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon, self.group_size = nn.Parameter(torch.ones(64)), 1e-6, None
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states if self.group_size is None else hidden_states * self.weight
+
+    assert rms_norm_form(GroupedRMSNorm()) is None
