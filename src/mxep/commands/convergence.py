@@ -230,13 +230,13 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
     if every > max(steps // 10, 1):
         raise ValueError(f"--eval-every={every} of {steps} steps, want an evaluation in the last tenth: {max(steps // 10, 1)} or less")
     data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
-    defaults = {"eval_tokens": max(98304, settings.seq_len), "checkpoint_every": steps, "cache_weights": True, "log_every": 100}
-    kept = [
-        word
-        for name, value in defaults.items()
-        if name not in from_file
-        for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
-    ]
+    defaults = {
+        "eval_tokens": ("--eval-tokens", str(max(98304, settings.seq_len))),
+        "checkpoint_every": ("--checkpoint-every", str(steps)),
+        "cache_weights": ("--cache-weights",),
+        "log_every": ("--log-every", "100"),
+    }
+    kept = [word for name, words in defaults.items() if name not in from_file for word in words]
     return [*model, *data, *kept, *given, "--eval-every", str(every)]
 
 

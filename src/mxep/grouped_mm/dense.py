@@ -216,8 +216,10 @@ def dense_mm(
     trains = torch.is_grad_enabled() and w.requires_grad
     gemm = options(of_x, in_mx, of_w, of_bias, trains, pads, recipe) if recipe.gemm == "mxfp8" else None
     if gemm is None or (recipe.hp_below_rows and recipe.multiplies_in_hp(x.shape[:-1].numel(), 1)):
-        with torch.autocast(x.device.type, enabled=False):  # the result is of x's dtype, as in MXFP8
-            if lora is None:
-                return F.linear(x.dequantize() if isinstance(x, MXTensor) else x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
-            return _DenseMM.apply(x, w, bias, None, kept, *lora)
+        if torch.is_autocast_enabled(x.device.type):  # the result is of x's dtype, as in MXFP8
+            with torch.autocast(x.device.type, enabled=False):
+                return dense_mm(x, w, bias, recipe, kept, lora)
+        if lora is None:
+            return F.linear(x.dequantize() if isinstance(x, MXTensor) else x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        gemm = None
     return _DenseMM.apply(x, w, bias, gemm, kept, *(lora or ()))
