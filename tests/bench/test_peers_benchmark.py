@@ -21,7 +21,9 @@ def test_records_and_tables() -> None:
     arms = {"torch", "torch_compiled", *peers.OURS}
     for record in records:
         assert {name.rsplit("_", 1)[0] for name in record["arms"]} == arms | {"dense_bf16", "dense_fp8", "dense_hp_wgrad"}
-        assert set(record["ratios"]) == {f"{arm}_vs_compiled" for arm in peers.OURS} | {"hp_vs_eager", "mx_vs_eager"}
+        assert {name.removesuffix("_graph") for name in record["arms"] if name.endswith("_graph")} == arms - {"hp_kept", "mx_kept"}
+        graphs = {f"{arm}_graph_vs_compiled_graph" for arm in ("bf16", "hp", "mx")}
+        assert set(record["ratios"]) == {f"{arm}_vs_compiled" for arm in peers.OURS} | graphs | {"hp_vs_eager", "mx_vs_eager"}
         assert record["left_out"] == dict.fromkeys(PEERS, "it needs a GPU")
         assert set(record["errors"]) == set(record["saved_bytes"]) == set(record["host_us"]) == arms
         for arm, errors in record["errors"].items():
@@ -31,10 +33,12 @@ def test_records_and_tables() -> None:
         assert all(record["errors"]["bf16"][name]["all"] < record["errors"]["mx"][name]["all"] / 8 for name in peers.RESULTS)
         assert record["errors"]["mx_kept"] == record["errors"]["mx"]
         assert record["saved_bytes"]["mx"] == record["saved_bytes"]["hp"] < record["saved_bytes"]["bf16"] < record["saved_bytes"]["torch"]
-    summary, *others = markdown_tables.peers_tables(records).split("\n\n")
-    assert len(summary.splitlines()) == 2 + len(records)
-    assert others == [], "of many tokens alone"
+    summary, graphs = markdown_tables.peers_tables(records).split("\n\n")  # and none of many tokens
+    assert len(summary.splitlines()) == len(graphs.splitlines()) == 2 + len(records)
+    assert graphs.startswith("| forward + backward as a CUDA graph | `torch_compiled` | `torch` | `bf16` |")
     many = [{**record, "shape": {**record["shape"], "T": 16384}} for record in records]
+    for record in many:
+        record["arms"] = {name: times for name, times in record["arms"].items() if not name.endswith("_graph")}
     summary, *others = markdown_tables.peers_tables(many).split("\n\n")
     assert [len(table.splitlines()) for table in others] == [2 + len(arms)] * len(records)
     for table in (summary, *others):
@@ -92,6 +96,13 @@ def test_a_wrong_arm_fails_the_check(wrong: str) -> None:
     with mock.patch.dict(problem.experts, mx=call):
         assert (problem.check() or "").startswith("mx: y is off by")
     assert problem.check() is None
+
+
+def test_a_wrong_graph_fails_the_check() -> None:
+    problem = peers.PeersProblem(SETTING, "tiny", peers.Shape(64, 32, 32, 4, 2), "random")
+    nothing_runs = mock.patch.object(peers, "captured", lambda call, device, calls: call() or {"": lambda: None})
+    with nothing_runs:
+        assert (problem.check() or "").startswith("as a CUDA graph, torch: y is off by")
 
 
 @pytest.mark.parametrize("peer", ["right", "wrong", "raises"])

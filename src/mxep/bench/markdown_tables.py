@@ -219,8 +219,8 @@ def _transformers(records: Records, baseline: str, title: str) -> str:
 
 
 def peers_tables(records: Records) -> str:
-    """Every arm against the compiled one, by shape and routing; then a table for each shape of many tokens with every arm's time, errors
-    against float64, bytes kept for backward and time on the host."""
+    """Every arm against the compiled one, by shape and routing; the same of few tokens as CUDA graphs; then a table for each shape of many
+    tokens with every arm's time, errors against float64, bytes kept for backward and time on the host."""
     arms = list(dict.fromkeys(arm for record in records for arm in record["errors"] if arm != peers.COMPILED))
     rows = []
     for record in records:
@@ -229,8 +229,18 @@ def peers_tables(records: Records) -> str:
         speeds = (f"{base / ms[f'{arm}_total']:.2f}x" if f"{arm}_total" in ms else "-" for arm in arms)
         what = f"{record_place(record)}, {record['model'].partition(',')[0]}, {record['shape']['T']} tokens, {record['routing']}"
         rows.append([what, f"{base:.2f} ms", *speeds])
-    summary = markdown(_bars("forward + backward", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows)
-    return "\n\n".join([summary, *(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))])
+    parts = [markdown(_bars("forward + backward", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows)]
+    graphed = [record for record in records if f"{peers.COMPILED}_graph" in record["arms"]]
+    arms = [arm for arm in arms if any(f"{arm}_graph" in record["arms"] for record in graphed)]
+    rows = []
+    for record in graphed:
+        ms = median_ms(record)
+        base = ms[f"{peers.COMPILED}_graph"]
+        what = f"{record_place(record)}, {record['model'].partition(',')[0]}, {record['shape']['T']} tokens"
+        rows.append([what, f"{base:.2f} ms", *(f"{base / ms[f'{arm}_graph']:.2f}x" for arm in arms)])
+    if rows:
+        parts.append(markdown(_bars("forward + backward as a CUDA graph", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows))
+    return "\n\n".join([*parts, *(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))])
 
 
 def _peers_table(record: Record) -> str:

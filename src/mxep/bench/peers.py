@@ -10,7 +10,9 @@ weighted sums (T, D).  Backward is `y.backward(dy)` and ends in `.grad` of x, sc
 same bf16 inputs: of the whole result, of its worst row and of its worst column.  The limit is one dense GEMM for every product, in FP8, in
 bf16 or, for wgrad of high-precision operands, in both, and nothing else.
 
-With few tokens, weights that are quantised in every call cost more than FP8 GEMMs gain (`Recipe.hp_below_rows`).
+With few tokens every call waits for the host.  There torch's arms and ours are also timed as a CUDA graph of forward and backward
+(`<arm>_graph`), which tells what the GPU takes; weights that are quantised in every call cost more than FP8 GEMMs gain
+(`Recipe.hp_below_rows`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from mxep.bench.accuracy import gradients
 from mxep.bench.experts import dense_ffn, dense_products, saved_bytes
 from mxep.bench.peer_arms import FP8_PEERS, PEERS, Experts, load_peers, short_reason
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Arm, host_facts, run_arm
+from mxep.bench.timing import Arm, captured, host_facts, run_arm
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.fused.autograd import run_layer
 from mxep.fused.layer import fused_experts
@@ -71,6 +73,7 @@ OURS = {  # arm -> recipe, weights kept
     "hp_kept": ("mxfp8_wgrad_with_hp", True),
     "mx_kept": ("mxfp8_wgrad_with_mx", True),
 }
+_GRAPHED = EAGER, COMPILED, *(arm for arm, (_, keeps) in OURS.items() if not keeps)  # a capture does not read kept weights
 _LIMITS = {"bf16": "dense_bf16", "hp": "dense_hp_wgrad", "hp_kept": "dense_hp_wgrad"}  # the others': dense_fp8
 RESULTS = ("y", "dx", "dscores", "dw1", "dw2")
 _MOST = {"bf16": 0.02, "fp8": 0.15}  # relative errors of the whole results
@@ -162,11 +165,12 @@ class PeersProblem:
 
     Attributes:
         experts: what each arm calls.  errors: of every arm's results against float64.
-        left_out: peers that are not measured, and why.
+        few: tokens: arms are timed as CUDA graphs too.  left_out: peers that are not measured, and why.
     """
 
     def __init__(self, setting: Setting, name: str, shape: Shape, routing: str) -> None:
         self.setting, self.name, self.shape, self.routing, device = setting, name, shape, routing, setting.device
+        self.few = shape.T <= max(FEW_TOKENS)
         T, D, H, E, C = shape
         normal = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(_SEED))
         self.x, self.dy = normal(T, D), normal(T, D)
@@ -198,6 +202,7 @@ class PeersProblem:
 
         def forward() -> None:
             self.w1.grad = self.w2.grad = None
+            self.y = self.x  # a capture takes no nodes of autograd from another stream
             self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
             self.y = self.experts[arm](self.leaves[0], self.choices, self.leaves[1], self.w1, self.w2)
 
@@ -205,7 +210,19 @@ class PeersProblem:
 
     def results(self, arm: str) -> dict[str, Tensor]:
         run_arm(self.stages(arm))
+        return self._results()
+
+    def _results(self) -> dict[str, Tensor]:
         return dict(zip(RESULTS, (self.y.detach(), *gradients((*self.leaves, self.w1, self.w2))), strict=True))
+
+    def _graph_results(self, arm: str) -> dict[str, Tensor]:
+        """Capture forward and backward of an arm, add the graph to `arms`, and return what a replay writes."""
+        replay = self.arms[f"{arm}_graph"] = captured(partial(run_arm, self.timed[arm]), self.setting.device, 1)
+        run_arm(replay)
+        for result in self._results().values():
+            result.zero_()
+        run_arm(replay)
+        return self._results()
 
     def check(self) -> str | None:
         """Every arm against float64; keeps the errors."""
@@ -225,6 +242,10 @@ class PeersProblem:
                 self._leave_out(arm, problem)
             else:
                 self.errors[arm] = errors
+        for arm in _GRAPHED if self.few else ():
+            errors = {name: self._errors(name, want[name], value) for name, value in self._graph_results(arm).items()}
+            if problem := error_problem(arm, errors):
+                return f"as a CUDA graph, {problem}"
         return None
 
     def _errors(self, name: str, want: Tensor, got: Tensor) -> dict[str, float]:
@@ -288,6 +309,10 @@ def compute_figures(ms: Mapping[str, float], targets: Mapping[str, float]) -> di
     for arm, what, base in against:
         name = f"{arm}_vs_{what}"
         figures[name] = Figure(base / ms[f"{arm}_total"], base / ms[f"{_LIMITS.get(arm, 'dense_fp8')}_total"], targets.get(name))
+    if base := ms.get(f"{COMPILED}_graph"):
+        for arm in _GRAPHED[2:]:
+            limit = base / ms[f"{_LIMITS.get(arm, 'dense_fp8')}_total"]
+            figures[f"{arm}_graph_vs_compiled_graph"] = Figure(base / ms[f"{arm}_graph"], limit)
     return figures
 
 

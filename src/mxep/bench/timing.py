@@ -207,15 +207,15 @@ _BATCH, _BATCHES = 50, 7  # calls between two waits for the device
 Call = Callable[[], object]
 
 
-def captured(call: Call, device: torch.device) -> Arm:
-    """`CALLS` calls in sequence, on a GPU as one CUDA graph."""
+def captured(call: Call, device: torch.device, calls: int = CALLS) -> Arm:
+    """That many calls in sequence, on a GPU as one CUDA graph."""
     if device.type != "cuda":
-        return {"": lambda: [call() for _ in range(CALLS)]}
+        return {"": lambda: [call() for _ in range(calls)]}
     call()
     synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
     return {"": graph.replay}
 
