@@ -170,8 +170,8 @@ class PeersProblem:
 
     def __init__(self, setting: Setting, name: str, shape: Shape, routing: str) -> None:
         self.setting, self.name, self.shape, self.routing, device = setting, name, shape, routing, setting.device
-        self.few = shape.T <= max(FEW_TOKENS)
         T, D, H, E, C = shape
+        self.few = max(FEW_TOKENS) >= T
         normal = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(_SEED))
         self.x, self.dy = normal(T, D), normal(T, D)
         self.w1, self.w2 = (torch.nn.Parameter(normal(E, *size) / size[1] ** 0.5) for size in ((2 * H, D), (D, H)))
@@ -309,7 +309,8 @@ def compute_figures(ms: Mapping[str, float], targets: Mapping[str, float]) -> di
     for arm, what, base in against:
         name = f"{arm}_vs_{what}"
         figures[name] = Figure(base / ms[f"{arm}_total"], base / ms[f"{_LIMITS.get(arm, 'dense_fp8')}_total"], targets.get(name))
-    if base := ms.get(f"{COMPILED}_graph"):
+    if f"{COMPILED}_graph" in ms:
+        base = ms[f"{COMPILED}_graph"]
         for arm in _GRAPHED[2:]:
             limit = base / ms[f"{_LIMITS.get(arm, 'dense_fp8')}_total"]
             figures[f"{arm}_graph_vs_compiled_graph"] = Figure(base / ms[f"{arm}_graph"], limit)
