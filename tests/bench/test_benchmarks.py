@@ -325,6 +325,31 @@ def test_rounds_of_a_setting_a_case_and_a_benchmark(monkeypatch: pytest.MonkeyPa
     assert registry.BENCHMARKS["grouped-mm"].rounds.count >= 5
 
 
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+def test_a_compiled_arm_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile gives a function up after 8 shapes and calls it as it is."""
+    compiled: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compiled.append(inputs[0].shape[0])
+        return graph.forward
+
+    def case(*sizes: int) -> registry.Case:
+        call = torch.compile(_double, backend=count, dynamic=False)
+        return registry.Case(str(sizes), {"T": sizes[0]}, {}, lambda: [call(torch.ones(size)) for size in sizes] and None, lambda ms: {})
+
+    monkeypatch.setattr(registry, "time_arms", lambda *args: {})
+    monkeypatch.setattr(registry, "cases_of", lambda name, setting: (case(size) for size in range(2, 14)))
+    registry.run("quantize", registry.Setting(CPU), "", lambda text: None)
+    assert compiled == list(range(2, 14))
+    monkeypatch.setattr(registry, "cases_of", lambda name, setting: [case(*range(2, 14))])
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        registry.run("quantize", registry.Setting(CPU), "", lambda text: None)
+
+
 def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rounds = Timing.of([1.0] * 10 + [1.07] * 10, rounds=2), Timing.of([1.0] * 10 + [1.09] * 10, rounds=2)
     assert [timing.round_spread for timing in rounds] == [1.07, 1.09]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 import mxep.operators  # noqa: F401, binds torch.ops.mxep
@@ -194,10 +195,13 @@ def run(
     """
     records: list[Record] = []
     for case in cases_of(name, setting):
-        problem = case.check()
-        if problem is not None:
-            raise CheckFailedError(f"{name}, {case.title}: {problem}; no times")
-        timings = time_arms(case.arms, setting.device, setting.rounds or case.rounds or BENCHMARKS[name].rounds, setting.group)
+        # A function that torch.compile has compiled for 8 shapes runs uncompiled on the next one, after a warning in a log.
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            problem = case.check()
+            if problem is not None:
+                raise CheckFailedError(f"{name}, {case.title}: {problem}; no times")
+            timings = time_arms(case.arms, setting.device, setting.rounds or case.rounds or BENCHMARKS[name].rounds, setting.group)
         figures, further = case.compute_figures({arm: timing.median_ms for arm, timing in timings.items()}), case.after()
         say(f"{name}: {case.title}: " + ", ".join(["checked", *(f"{key} {figure.value:.2f}" for key, figure in figures.items())]))
         for doubt in doubts(timings, further.get("host_unsteady", [])):
