@@ -12,20 +12,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mxep.bench.records import RESULTS, read_records
 from mxep.models.families import build_model
 from mxep.models.huggingface_shape import find_model
 from mxep.models.presets import MODELS
-from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
-from mxep.parallel import Recompute
+from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig, SharedExperts
+from mxep.parallel import Recompute, convert_linears
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import RECIPES, Precision, resolve_recipe
 from mxep.train import memory
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
-from mxep.train.memory import block_kept_bytes, check_fits, kept_bytes, peak_memory, rank_memory, ranks_that_fit, stage_peak
+from mxep.train.memory import (
+    block_kept_bytes,
+    check_fits,
+    ffn_kept_bytes,
+    kept_bytes,
+    peak_memory,
+    rank_memory,
+    ranks_that_fit,
+    stage_peak,
+)
 from mxep.train.state_precision import StatePrecision
 from mxep.train.trainer import Trainer
 
@@ -58,6 +67,19 @@ def test_kept_bytes_are_what_a_layer_keeps(recipe: str, shared: int) -> None:
     x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True) * 1
     measured = saved_bytes(lambda: layer(x), [*layer.parameters(), x])
     assert kept_bytes(T, D, H, E, C, 1, shared, resolve_recipe(recipe)) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("recipe", [None, "mxfp8_wgrad_with_hp"])
+def test_ffn_kept_bytes_are_what_shared_experts_keep(recipe: str | None, compile: bool) -> None:
+    """In bf16 or in MXFP8 with wgrad in high precision. The input is the layer's."""
+    module = nn.ModuleDict({"shared": SharedExperts(256, 192).to(torch.bfloat16)})
+    if recipe is not None:
+        convert_linears(module, None, resolve_recipe(recipe))
+    call = torch.compile(module["shared"], backend="aot_eager_decomp_partition") if compile else module["shared"]
+    x = torch.randn(1024, 256, dtype=torch.bfloat16, requires_grad=True) * 1
+    measured = saved_bytes(lambda: call(x), [*module.parameters(), x])
+    assert 1024 * ffn_kept_bytes(192, compile) == pytest.approx(measured, abs=16)
 
 
 @pytest.mark.parametrize("form", ["hp", "mxfp8"])
@@ -175,7 +197,8 @@ def test_nothing_is_allocated() -> None:
 def test_peaks_of_recorded_runs(world: int) -> None:
     """Every arm of `mxep bench train`: between 3% below and 15% above what torch's allocator and symmetric memory took.
 
-    bf16 whose layers keep what their MoE saves: up to 25% above, and why is open.
+    cuBLAS's workspaces, up to 0.1 GiB of what was taken, are not counted.  bf16 whose layers keep what their MoE saves: up to 19% above,
+    half of it because forced balance once sent a token to few ranks.
     """
     records = [record for record in read_records("train", RECORDS) if record["world_size"] == world]
     assert records
@@ -188,10 +211,11 @@ def test_peaks_of_recorded_runs(world: int) -> None:
         mode = "none" if mode == "auto" else mode  # records of auto without the layers' modes are of one GPU that kept everything
         for arm, step in record["steps"].items():
             recipe, modes = resolve_recipe(arm.split(",")[0]), step.get("recompute") or mode
-            how = {"recompute": modes, "fused_layer": step["one_function"]}
+            how = {"recompute": modes, "fused_layer": step["one_function"], "compile": options["compile"]}
             (peak,) = peak_memory(shape, recipe, ParallelDims(ep=world), world, tokens, precision, **how)
-            most = 1.25 if recipe.gemm == "hp" and "keep_moe" in modes else 1.15
-            assert 0.97 < peak.total / 2**30 / step["memory_gib"] < most, (record["model"]["name"], arm)
+            most = 1.19 if recipe.gemm == "hp" and "keep_moe" in modes else 1.15
+            taken, estimate = step["memory_gib"], peak.total / 2**30
+            assert 0.97 * (taken - 0.1) < estimate < most * taken, (record["model"]["name"], arm)
 
 
 def test_peak_of_the_recorded_tutorial() -> None:

@@ -21,7 +21,7 @@ from mxep.train import recompute_budget
 from mxep.train.build import Build, build_options, build_stages
 from mxep.train.config import TrainConfig
 from mxep.train.describe import describe_recompute
-from mxep.train.memory import peak_memory, rank_memory
+from mxep.train.memory import peak_memory, rank_memory, received_bytes
 from mxep.train.recompute_budget import MARGIN, RecomputeChoice, agree_on_recompute, candidates, last_that_fits, recompute_choices
 from mxep.train.resolved_config import resolve
 
@@ -40,7 +40,7 @@ def test_more_memory_never_keeps_less(tokens: int, fused: bool, pp: int) -> None
         every = choices(tokens, ParallelDims(ep=4, pp=pp), stage, fused_layer=fused)
         assert all(below.peak.kept < above.peak.kept for below, above in pairwise(every))
         needs = sorted(choice.needed for choice in every)
-        capacities = [round(need / (1 - MARGIN)) + step for need in needs for step in (-2, 2)]
+        capacities = sorted(round(need / (1 - MARGIN)) + step for need in needs for step in (-2, 2))
         found = [last_that_fits(every, capacity) for capacity in capacities]
         assert found == sorted(found)
         for capacity, number in zip(capacities, found, strict=True):
@@ -59,6 +59,9 @@ def test_the_first_and_last_candidates_are_full_and_none() -> None:
     assert set(every[last_that_fits(every, smallest)].modes) == {"full"}
     assert last_that_fits(every, 10**9) == 0, "nothing fits"
     assert "may run out of memory" in every[0].in_words(10**9)
+    for choice in every:
+        rows = sum(mode != "full" for mode in choice.modes[1:]) * received_bytes(8192, 2048, 1408, 64, 6, 4, MXFP8, fused_layer=True)
+        assert choice.needed == choice.peak.total + round(rows / 4), "only what the experts get is uneven"
     one_rank = recompute_choices(rank_memory(MODELS["dsv3_16b"], MXFP8, ParallelDims(), 1)[0], *plan[:2], ParallelDims(), 8192, 1)
     assert all(choice.needed == choice.peak.total for choice in one_rank), "all rows are this rank's own"
 

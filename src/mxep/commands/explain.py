@@ -65,6 +65,8 @@ class ExplainConfig:
     """Memory with gate and up of fused layers in MXFP8, as with `mxep train --keep-first-product mxfp8`."""
     cache_weights: bool = False
     """Memory with the quantised weights that `mxep train --cache-weights` keeps."""
+    compile: bool = False
+    """Memory with compiled layers, which keep less of dense and shared FFNs, as with `mxep train --compile`."""
     optimizer: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
     """Memory with the moments of `mxep train --optimizer`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -129,9 +131,9 @@ def command(argv: Sequence[str]) -> int:
     for verdict in verdicts:
         console.print(verdict, highlight=False)
     console.print(
-        "Not counted: CUDA's context, NCCL's buffers, experts with more rows than others, tensor parallelism's division of attention's"
-        " activations. selective is an upper bound. For recorded runs such estimates are between 3% below and 15% above the peak, in bf16"
-        " 23%."
+        "Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts with more rows than others, tensor"
+        " parallelism's division of attention's activations. selective is an upper bound. For recorded runs such estimates are between 3%"
+        " below and 15% above the peak, in bf16 19%."
     )
     return 0
 
@@ -343,7 +345,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
     from mxep.train.state_precision import StatePrecision
 
     plan = (model, recipe, config.dims, config.world, config.tokens)
-    layers: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights")}
+    layers: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights", "compile")}
     precision = StatePrecision(config.optimizer, config.dtype)
     layers["optimizer_in_backward"] = config.optimizer_in_backward
     options = {**layers, "precision": precision}

@@ -66,12 +66,13 @@ class RankMemory:
 class PeakMemory:
     """Peak memory of one rank, in bytes.
 
-    Not counted: CUDA's context, NCCL's buffers, experts that get more rows than others, tensor parallelism's division of attention's
-    activations.  tests/train/test_memory.py compares `total` with measured runs.
+    Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts that get more rows than others, tensor
+    parallelism's division of attention's activations.  tests/train/test_memory.py compares `total` with measured runs.
 
     Attributes:
         rank: parameters and what follows from them.
         kept: activations that all layers keep from forward to backward.
+        received: the part of `kept` that grows with the rows that the rank's experts get.
         working: temporaries of one layer's backward, and its recomputed activations.
         exchange: buffers for rows of other ranks, of forward and of backward.
         hidden_gradient: float32 gradient of the hidden states that the loss produces; 0 on a stage without the loss.
@@ -81,6 +82,7 @@ class PeakMemory:
 
     rank: RankMemory
     kept: int
+    received: int
     working: int
     exchange: int
     hidden_gradient: int
@@ -151,6 +153,7 @@ def stage_peak(
     fused_layer: bool = False,
     keep_first_product: Precision = "hp",
     cache_weights: bool = False,
+    compile: bool = False,
     accumulate: int = 1,
     optimizer_in_backward: bool = False,
 ) -> PeakMemory:
@@ -161,23 +164,25 @@ def stage_peak(
         in_flight: microbatches whose forward a pipeline runs before the first backward.
         recompute: as in `mxep.parallel.recompute_blocks`, of all layers or of each: dense layers first, the last layer last.  No layer may
             keep more than a later one of its kind, or a peak between the two ends of backward would be missed.
-        fused_layer, keep_first_product, cache_weights, accumulate, optimizer_in_backward: as in `mxep train`.
+        fused_layer, keep_first_product, cache_weights, compile, accumulate, optimizer_in_backward: as in `mxep train`.
     """
     dense_first = [True] * rank.dense_layers + [False] * rank.moe_layers
     modes: Sequence[Recompute] = [recompute] * len(dense_first) if isinstance(recompute, str) else recompute
 
     @functools.cache
-    def size(dense: bool, mode: Recompute) -> int:
-        kept = block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product)
+    def size(dense: bool, mode: Recompute, compile: bool = False) -> int:
+        kept = block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product, compile)
         return kept if cache_weights else kept + block_kept_weights(shape, dims.ep, recipe, dense, fused_layer, mode)
 
-    def backward_of(dense: bool, mode: Recompute) -> int:
+    def backward_of(dense: bool, mode: Recompute) -> int:  # what a compiled layer makes again is there too
         whole = size(dense, "none")
         return whole + (whole - size(dense, mode) if mode in ("none", "keep_moe") else whole)
 
-    kept = [size(dense, mode) for dense, mode in zip(dense_first, modes, strict=True)]
+    kept = [size(dense, mode, compile) for dense, mode in zip(dense_first, modes, strict=True)]
+    keep_rows = sum(not dense and mode in ("none", "keep_moe") for dense, mode in zip(dense_first, modes, strict=True))
     parts = {
         "kept": in_flight * sum(kept),
+        "received": in_flight * keep_rows * received_bytes(*_moe_letters(tokens, shape, dims.ep), recipe, fused_layer, keep_first_product),
         "working": max(map(backward_of, dense_first, modes)),
         "exchange": 2 * _exchanged_bytes(tokens, shape, dims.ep, fused_layer),
         "hidden_gradient": tokens * shape.dim * _FLOAT32 if rank.loss else 0,
@@ -302,6 +307,7 @@ def kept_bytes(
     recipe: Recipe,
     fused_layer: bool = False,
     keep_first_product: Precision = "hp",
+    compile: bool = False,
 ) -> int:
     """Bytes that one MoE layer keeps for backward on one rank, with balanced routing, excluding its input and row indices.
 
@@ -311,22 +317,38 @@ def kept_bytes(
         recipe: decides what is in MX.
         fused_layer: the layer is a `FusedMoE`.
         keep_first_product: form in which a `FusedMoE` keeps gate and up.
+        compile: the shared experts are compiled.
     """
+    results = 0 if fused_layer else T * C * D * _BF16  # combine keeps each expert's result
+    around = T * ffn_kept_bytes(shared * H, compile) + T * E * 4
+    return received_bytes(T, D, H, E, C, W, recipe, fused_layer, keep_first_product) + results + around
+
+
+def ffn_kept_bytes(hidden: int, compile: bool) -> int:
+    """Bytes that a dense SwiGLU FFN keeps of a token: gate, up, their product, and the activated gate, which a compiled one makes again."""
+    return (3 if compile else 4) * hidden * _BF16
+
+
+def received_bytes(
+    T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe, fused_layer: bool = False, keep_first_product: Precision = "hp"
+) -> int:
+    """The part of `kept_bytes` that grows with the rows that the rank's experts get; the arguments are the same."""
     L, rows = E // W, T * C
     P = round_up(rows + L * recipe.group_size_multiple_of, recipe.group_size_multiple_of)
     mx_row, row = D + D // MX_BLOCK, D * _BF16
     arrives_in_mx = recipe.dispatch == "mxfp8" or recipe.quantizes_in_permute
-    around = T * shared * H * 4 * _BF16 + T * E * 4
     if fused_layer:  # received tokens, each once per rank; gate and up
         gate_up = 2 * (H + H // MX_BLOCK if keep_first_product == "mxfp8" else H * _BF16)
-        return T * min(W, C) * (mx_row if arrives_in_mx else row) + P * gate_up + around
+        return T * min(W, C) * (mx_row if arrives_in_mx else row) + P * gate_up
     if runs_fused(recipe):  # input rows of the GEMM; gate and up
-        experts = P * ((mx_row if arrives_in_mx else row) + 2 * H * _BF16)
-    elif recipe.wgrad == "mxfp8":  # input rows of all three GEMMs, quantised along the tokens
-        experts = P * (2 * mx_row + 3 * H * _BF16 + H + H // MX_BLOCK)
-    else:
-        experts = P * (row + 4 * H * _BF16)
-    return experts + rows * row + around  # combine keeps each expert's result
+        return P * ((mx_row if arrives_in_mx else row) + 2 * H * _BF16)
+    if recipe.wgrad == "mxfp8":  # input rows of all three GEMMs, quantised along the tokens
+        return P * (2 * mx_row + 3 * H * _BF16 + H + H // MX_BLOCK)
+    return P * (row + 4 * H * _BF16)
+
+
+def _moe_letters(T: int, model: ModelConfig, W: int) -> tuple[int, int, int, int, int, int]:
+    return T, model.dim, model.expert_hidden, model.num_experts, model.top_k, W
 
 
 def block_kept_bytes(
@@ -338,6 +360,7 @@ def block_kept_bytes(
     fused_layer: bool = False,
     recompute: Recompute = "none",
     keep_first_product: Precision = "hp",
+    compile: bool = False,
 ) -> int:
     """Bytes that one transformer layer keeps for backward on one rank: its input, norms, attention, FFN or MoE.
 
@@ -346,7 +369,7 @@ def block_kept_bytes(
         dense: the layer has a dense FFN.
         fused_layer: its MoE is a `FusedMoE`.
         recompute: as in `mxep.parallel.recompute_blocks`; "selective" is an upper bound.
-        keep_first_product: as in `kept_bytes`.
+        keep_first_product, compile: as in `kept_bytes`.
     """
     D, hidden = model.dim, model.dense_hidden if dense else model.num_shared_experts * model.expert_hidden
     if recompute == "full" or (recompute == "keep_moe" and dense):
@@ -356,10 +379,10 @@ def block_kept_bytes(
         return products + (0 if dense else _exchanged_bytes(T, model, W, fused_layer))
     around = T * (4 * D + model.attention_kept) * _BF16  # the layer's input, both norms' results, the input of the second norm
     if dense:
-        return around + T * 4 * hidden * _BF16
-    letters = (T, D, model.expert_hidden, model.num_experts, model.top_k, W)
+        return around + T * ffn_kept_bytes(hidden, compile)
     around = 2 * T * D * _BF16 if recompute == "keep_moe" else around  # the layer's input and that of its MoE
-    return around + kept_bytes(*letters, model.num_shared_experts, recipe, fused_layer, keep_first_product)
+    shared = model.num_shared_experts
+    return around + kept_bytes(*_moe_letters(T, model, W), shared, recipe, fused_layer, keep_first_product, compile)
 
 
 def block_kept_weights(model: ModelConfig, W: int, recipe: Recipe, dense: bool, fused_layer: bool, recompute: Recompute) -> int:

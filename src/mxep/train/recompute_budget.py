@@ -6,8 +6,8 @@ what its MoE saves ("keep_moe"), from the last MoE layer to the first; then ever
 Late layers come first, because backward frees what they keep before most gradients exist.  The last candidate that fits is taken.
 
 A candidate fits if it needs at most 90% of the memory: the other 10% are for CUDA's context, NCCL's buffers and the estimate's error.
-Where rows come from other ranks, a quarter of what its layers keep is added to the estimated peak, since the estimate gives every expert
-the same number of rows.  If no candidate fits, the first is taken.
+Where rows come from other ranks, a quarter of what its layers keep of them is added to the estimated peak, since the estimate gives every
+expert the same number of rows.  If no candidate fits, the first is taken.
 
 >>> [" ".join(modes) for modes in candidates(dense_layers=1, moe_layers=2)]
 ['full full full', 'full full keep_moe', 'full keep_moe keep_moe', 'full keep_moe none', 'full none none', 'none none none']
@@ -32,7 +32,7 @@ from mxep.train.memory import PeakMemory, RankMemory, memory_of_rank, stage_peak
 from mxep.train.resolved_config import ResolvedConfig
 
 MARGIN = 0.1  # of the memory
-MORE_ROWS = 0.25  # of what layers keep, where experts have the rows of several ranks
+MORE_ROWS = 0.25  # of what layers keep of rows, where experts have the rows of several ranks
 _GIB = 2**30
 _KEEPS: dict[Recompute, str] = {"none": "everything", "keep_moe": "what their MoE saves", "full": "their inputs"}
 
@@ -82,7 +82,7 @@ def recompute_choices(
     choices = []
     for modes in candidates(rank.dense_layers, rank.moe_layers):
         peak = stage_peak(rank, shape, recipe, dims, tokens, in_flight, recompute=modes, **options)
-        choices.append(RecomputeChoice(modes, peak, peak.total + round(more * peak.kept)))
+        choices.append(RecomputeChoice(modes, peak, peak.total + round(more * peak.received)))
     return choices
 
 
@@ -97,7 +97,7 @@ def agree_on_recompute(
     """The choice of this rank's pipeline stage: the one of its ranks' choices that keeps least. Every rank of the run must call this."""
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
     options: dict[str, Any] = {
-        name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "accumulate", "optimizer_in_backward")
+        name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward")
     }
     options["cache_weights"] = config.cache_weights and not config.cuda_graph
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
