@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from tests.pages import DOCS
 
 from mxep.cli import main
 from mxep.commands.explain import command, fused_rows, layer_stages
@@ -37,6 +40,17 @@ def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank_dedup" in text
     assert command(["--layers", "8", "--ep", "2"]) == 0
     assert "dsv3_16b_of_8_layers: 4.59 billion parameters" in capsys.readouterr().out
+
+
+def test_the_page_shows_what_it_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of "Memory of a run", and the lines below it."""
+    section = (DOCS / "training" / "parallelism.md").read_text().partition("## Memory of a run\n")[2]
+    called, shown = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL) for kind in ("bash", "text"))
+    assert called
+    assert shown
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(called[1].split()[1:]) == 0
+    assert set(shown[1].splitlines()) <= set(capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("fused", [False, True])
