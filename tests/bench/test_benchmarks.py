@@ -85,6 +85,10 @@ def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
     for title in ("Pipeline of the five blocks", "Pipeline in one call"):
         assert page.count(title) == 2, "the tutorial's two tables"
     assert page.count("| tokens | dim | hidden_dim | num_experts | fwd_bf16_ms |") == 4
+    for routing, label in (("balanced", " |"), ("zipf", ", zipf |")):
+        shapes = [record["shape"]["T"] for record in records if record["routing"] == routing]
+        assert shapes
+        assert all(page.count(f"\n| {T}{label}") == 4 * shapes.count(T) for T in shapes)
     assert "mxfp8_nccl_backward" in text_of(records)
     before = [{**record, "arms": {arm: ms for arm, ms in record["arms"].items() if not arm.startswith("mxfp8_t")}} for record in records]
     assert markdown_tables.pipeline_tables(before) == page[: page.index("Pipeline in one call")].rstrip(), "a record without that arm"

@@ -111,6 +111,52 @@ def test_recipes_per_layer() -> None:
         assert torch.equal(a, b)
 
 
+class Around(StackedExperts):
+    """Stacked experts that call other ones."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 96, 4)
+        self.inner = TitanExperts(64, 96, 4)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        return self.inner(x, counts)
+
+
+def test_a_module_inside_a_converted_one_has_its_recipe() -> None:
+    """The outer module's swap would catch the inner one's grouped GEMMs in high precision."""
+    net = nn.ModuleDict({"experts": Around()})
+    for recipes in ({"experts.inner": "hp", "*": "mxfp8_wgrad_with_hp"}, {"experts.inner": "mxfp8_wgrad_with_mx", "*": "hp"}):
+        with pytest.raises(
+            ValueError, match=r"experts\.inner with recipe \w+ is inside of experts with recipe \w+, .* one recipe for both"
+        ):
+            convert_experts(net, "*", recipes)
+    assert "forward" not in vars(net["experts"])
+    convert_experts(net, "*", "mxfp8_wgrad_with_hp")
+    with pytest.raises(ValueError, match=r"inside of experts with recipe mxfp8_wgrad_with_hp"):
+        convert_experts(net, "experts.inner", "hp")
+    convert_experts(net, "*", "hp")
+
+
+class Batched(nn.Module):
+    """A grouped GEMM of as many rows for each expert, which the conversion leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 64, 64).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(x.unflatten(0, (4, -1)), self.w.transpose(-2, -1)).flatten(0, 1)
+
+
+def test_a_module_without_rows_times_experts_raises() -> None:
+    net = nn.ModuleDict({"experts": Batched()})
+    convert_experts(net, "experts", "mxfp8_wgrad_with_hp")
+    with pytest.raises(
+        ValueError, match=r"Batched called neither .* with 2-D rows and stacked 3-D weights, so nothing of it runs in MXFP8"
+    ):
+        net["experts"](torch.randn(128, 64).bfloat16())
+
+
 def test_own_layers_just_get_the_recipe() -> None:
     net = nn.ModuleList([MoE(MoEConfig(64, 96, 4, 2), "hp") for _ in range(2)])
     assert convert_experts(net, ["0.experts"], "mxfp8_wgrad_with_hp") == ["0.experts"]

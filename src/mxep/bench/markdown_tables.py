@@ -380,7 +380,8 @@ def pipeline_tables(records: Records) -> str:
             shared = ours == "mxfp8" and group[0].get("mxfp8_over") == "symmetric"
             place = f"{record_place(group[0])} over {'symmetric memory' if shared else 'NCCL'}"
             parts.append(f"{what}, {place}, against {against} over NCCL (experts are those of a rank):\n")
-            rows = [_tutorial_row(record, baseline, ours) for record in group if record["routing"] == "balanced"]
+            in_order = sorted(group, key=lambda record: record["routing"] != "balanced")
+            rows = [_tutorial_row(record, baseline, ours) for record in in_order]
             parts.append(markdown(_TUTORIAL_COLUMNS, rows) + "\n")
     return "\n".join(parts).rstrip("\n")
 
@@ -389,6 +390,7 @@ def _tutorial_row(record: Record, baseline: str, ours: str) -> list[str]:
     """Shape, times and speed-ups in the columns of torchao's tutorial; experts are those of a rank."""
     ms = median_ms(record)
     cells = [str(record["shape"][key]) for key in ("T", "D", "N", "L")]
+    cells[0] += "" if record["routing"] == "balanced" else f", {record['routing']}"
     for stage in ("forward", "backward"):
         a, b = ms[f"{baseline}_{stage}"], ms[f"{ours}_{stage}"]
         cells += [f"{a:.3f}", f"{b:.3f}", f"{a / b:.2f}x"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -33,15 +34,15 @@ class _GroupedMMSwap(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch._grouped_mm or func is F.grouped_mm:
-            self.calls += 1
-            if self.recipe.gemm == "mxfp8":
-                return self._grouped_mm(func, *args, **kwargs)
+            return self._grouped_mm(func, *args, **kwargs)
         return func(*args, **kwargs)
 
     def _grouped_mm(
         self, func: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        if a.dim() != 2 or b.dim() != 3:  # not rows times experts
+        rows_times_experts = a.dim() == 2 and b.dim() == 3
+        self.calls += rows_times_experts
+        if not rows_times_experts or self.recipe.gemm != "mxfp8":
             return func(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
         out_dtype = a.dtype if out_dtype is None else out_dtype
         return recipe_grouped_mm(a, b, offs, bias, out_dtype, self.recipe, pad_groups=self.recipe.wgrad == "mxfp8")  # 32x1 blocks
@@ -53,8 +54,9 @@ def _converted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         out = type(self).forward(self, *args, **kwargs)
     if swap.calls == 0:
         raise ValueError(
-            f"convert_experts: the forward of {type(self).__name__} called neither torch._grouped_mm nor torch.nn.functional.grouped_mm, "
-            "so nothing of it runs in MXFP8; switch its grouped GEMM on, or leave it out of the conversion"
+            f"convert_experts: the forward of {type(self).__name__} called neither torch._grouped_mm nor torch.nn.functional.grouped_mm "
+            "with 2-D rows and stacked 3-D weights, so nothing of it runs in MXFP8; switch its grouped GEMM on, or leave it out of the "
+            "conversion"
         )
     return out
 
@@ -204,7 +206,7 @@ def convert_experts(
 
     Raises:
         ValueError: a name that matched no module with expert weights (the message lists those it saw), an unknown recipe, a module
-            whose own forward replaces that of its class.
+            whose own forward replaces that of its class, a module with another recipe inside of a converted one.
 
     Examples:
         >>> model = torch.nn.Sequential(mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2), "hp"))
@@ -237,6 +239,14 @@ def convert_experts(
             raise ValueError(
                 f"convert_experts: {fqn} ({type(module).__name__}) has a forward of its own (recomputation, compilation, a hook), which "
                 "the conversion would drop, want its class's; convert it before that, or leave it out"
+            )
+    given = {fqn: decided.get(fqn) or converted_recipe(module) for fqn, module in seen.items()}
+    swapped = {fqn: of for fqn, of in given.items() if of is not None and not isinstance(seen[fqn], Experts)}
+    for (outer, around), (inner, within) in itertools.product(swapped.items(), given.items()):
+        if inner.startswith(f"{outer}." if outer else "") and within is not None and within != around:
+            raise ValueError(
+                f"convert_experts: {inner} with recipe {within.name} is inside of {outer or 'the model'} with recipe {around.name}, "
+                "which replaces the grouped GEMMs of all that its forward calls; want one recipe for both, or leave the outer one out"
             )
     # Without that list, converted modules run outside of compiled graphs.
     forward = _converted_forward if _compiler_sees_grouped_mm() else torch.compiler.disable(_converted_forward)
