@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,28 @@ def test_what_is_left_is_named(family: str, changes: dict[str, Any], kind: str, 
     model, inputs = model_of(family, **changes), labelled()
     done = transformers_5.accelerate(model, MX)
     assert done.left[kind] == reason
+    model(**inputs).loss.backward()
+
+
+@pytest.mark.parametrize("read", [lambda logits: logits.shape[-1], lambda logits: logits[..., :32]])
+def test_a_model_that_reads_its_logits_is_an_error(read: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inkling does for its vocabulary's size. Errors from before the projection stay what they are."""
+    model, inputs = model_of(), labelled()
+    forward = type(model).forward
+
+    def reads(self: Any, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        read(logits)
+        return self.loss_function(logits=logits, labels=labels, vocab_size=64)
+
+    transformers_5.accelerate(model, MX)
+    monkeypatch.setattr(type(model), "forward", reads)
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM reads its logits before its loss \(.*accelerate\(\.\.\., head=False\)"):
+        model(input_ids=inputs["input_ids"], labels=inputs["labels"])
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        model(input_ids=inputs["input_ids"], labels=inputs["labels"], nothing=1)
+    monkeypatch.setattr(type(model), "forward", forward)
     model(**inputs).loss.backward()
 
 

@@ -107,6 +107,13 @@ def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwarg
     try:
         output = forward(model, *args, **kwargs)
         made = state.loss
+    except (IndexError, TypeError) as error:
+        if state.loss is None:
+            raise
+        raise ValueError(
+            f"transformers_5.accelerate: {type(model).__name__} reads its logits before its loss ({error}), want it to hand them on; undo "
+            "the conversion, and accelerate(..., head=False)"
+        ) from error
     finally:
         state.targets = state.shift_labels = state.loss = None
     if isinstance(output, tuple):
