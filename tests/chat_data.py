@@ -15,6 +15,16 @@ QWEN_LIKE = (
     "{{- m.content + '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+WITH_TOOLS = (  # shows tools, a greeting that the row gives, and calls of tools
+    "{%- if tools %}{{- 'tools ' + tools[0].name + '\n' }}{%- endif %}{{- greeting | default('') }}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content | default('') }}"
+    "{%- if m.tool_calls %}{{- m.tool_calls | tojson }}{%- endif %}{{- '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+OPEN_ENDED = (  # like GLM's: nothing follows an answer
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{{- m.content }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
 MARKED = (  # refuses system messages
     "{%- for m in messages %}{%- if m.role == 'system' %}{{ raise_exception('no system message here') }}{%- endif %}"
     "{{- '<|im_start|>' + m.role + '\\n' }}"

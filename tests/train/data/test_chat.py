@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.chat_data import MARKED, QWEN_LIKE, conversations, write_chat_tokenizer, write_conversations
+from tests.chat_data import (
+    MARKED,
+    OPEN_ENDED,
+    QWEN_LIKE,
+    WITH_TOOLS,
+    conversations,
+    write_chat_tokenizer,
+    write_conversations,
+)
 from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, trainer
 
@@ -73,6 +81,40 @@ def test_the_assistants_tokens_are_targets(tmp_path: Path) -> None:
         assert whole.fingerprint != rows.fingerprint
 
 
+def test_what_a_row_gives_its_template_beside_the_messages(tmp_path: Path) -> None:
+    """Tools as objects or as JSON, and the template's values; with and without masks."""
+    tools = [{"name": "weather"}]
+    for only_answers in (True, False):
+        rows = rows_of(tmp_path, WITH_TOOLS, assistant_only_loss=only_answers)
+        plain, *others = (
+            "".join(text for _, text in parts_of(rows, {"messages": TURNS, **beside}, FileTokenizer(tmp_path)))
+            for beside in (
+                {},
+                {"tools": tools},
+                {"tools": json.dumps(tools)},
+                {"tools": None, "chat_template_kwargs": {"greeting": "hey "}},
+            )
+        )
+        assert others == [f"tools weather\n{plain}", f"tools weather\n{plain}", f"hey {plain}"]
+    assert rows.columns(["tools", "messages", "id", "chat_template_kwargs"], "here") == ["messages", "tools", "chat_template_kwargs"]
+
+
+def test_parts_of_text_are_one_content(tmp_path: Path) -> None:
+    """Templates that want strings leave lists out."""
+    for template in (QWEN_LIKE, MARKED):
+        rows = rows_of(tmp_path, template)
+        parts = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+        cut = [*parts[:-1], {"role": "assistant", "content": [{"type": "text", "text": "n"}, {"type": "text", "text": "o."}]}]
+        for messages in (parts, cut):
+            assert rows.document({"messages": messages}, "here") == rows.document({"messages": TURNS}, "here")
+
+
+def test_the_end_of_a_turn_is_behind_the_content(tmp_path: Path) -> None:
+    tokenizer = FileTokenizer(write_chat_tokenizer(tmp_path / "plain"))
+    for template, wanted in ((QWEN_LIKE, ["<|im_end|>"]), (MARKED, ["<|im_end|>"]), (OPEN_ENDED, [])):
+        assert [*map(tokenizer.text_of, rows_of(tmp_path / "other", template).template.end_of_turn())] == wanted
+
+
 def test_a_template_that_hides_its_messages_is_refused(tmp_path: Path) -> None:
     """It shows only the last message; marks or a simpler template help."""
     rows = rows_of(tmp_path, "{{ messages | length }}{{ messages[-1].content }}")
@@ -91,6 +133,14 @@ def test_a_template_that_hides_its_messages_is_refused(tmp_path: Path) -> None:
         ({"messages": [*TURNS, {"content": "hi"}]}, r"line 2: message 5 has no role, got \['content'\]"),
         ({"messages": [{"role": "user"}]}, "line 2: message 1 of role 'user' has no content"),
         ({"messages": [{"role": "system", "content": "hi"}]}, "line 2: the chat template failed: TemplateError: no system message here"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            r"line 2: message 1 has content .* want a string, or",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "line 2: message 1 has content '5', want a string"),
+        ({"messages": TURNS, "tools": "{"}, "line 2: 'tools' is no JSON"),
+        ({"messages": TURNS, "tools": {"a": 1}}, "line 2: 'tools' is dict, want a list"),
+        ({"messages": TURNS, "chat_template_kwargs": [1]}, "line 2: 'chat_template_kwargs' is list, want an object"),
         ({"prompt": "hi", "completion": TURNS}, "line 2: field 'completion' is list, want a string"),
         ({"text": "hi"}, r"line 2 has neither 'messages' nor 'prompt' and 'completion', got fields \['text'\]; --data-field"),
         (["hi"], "line 2 is list, want an object with 'messages'"),
@@ -124,13 +174,14 @@ def test_a_corpus_of_conversations(tmp_path: Path) -> None:
     """Of .jsonl, .parquet and .arrow alike; with masks and without are different token files; each conversation begins a document."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     found = conversations(20)
-    found[3][0]["name"] = "me"  # Arrow gives the others a name of None
+    found[3][0]["name"] = "me"  # Arrow gives the others a name of None, and calls of tools each other's arguments
+    found[4][1]["tool_calls"] = [{"name": "a", "arguments": {"b": "c"}}, {"name": "d", "arguments": {"e": "f"}}]
     jsonl = write_conversations(tmp_path / "data.jsonl", found)
     table = pyarrow.Table.from_pylist([{"messages": messages, "id": 1} for messages in found])
     parquet.write_table(table, tmp_path / "data.parquet")
     with pyarrow.OSFile(str(tmp_path / "data.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table)
-    rows = rows_of(tmp_path / "tokenizer")
+    rows = rows_of(tmp_path / "tokenizer", WITH_TOOLS)
     corpora = [
         load_corpus([str(tmp_path / name)], ByteTokenizer(), 0.2, chat=rows) for name in ("data.jsonl", "data.parquet", "data.arrow")
     ]
@@ -140,7 +191,8 @@ def test_a_corpus_of_conversations(tmp_path: Path) -> None:
     assert corpus.num_train_documents + corpus.num_held_out_documents == 20
     start = rows.template.encode(TURNS)[0]
     assert (corpus.train[corpus.train_starts] == start | NO_TARGET).all()
-    everything = load_corpus([str(jsonl)], ByteTokenizer(), 0.2, chat=rows_of(tmp_path / "tokenizer", assistant_only_loss=False))
+    whole = rows_of(tmp_path / "tokenizer", WITH_TOOLS, assistant_only_loss=False)
+    everything = load_corpus([str(jsonl)], ByteTokenizer(), 0.2, chat=whole)
     assert not any(token & NO_TARGET for token in stream_of(everything))
     again = load_corpus([str(jsonl)], ByteTokenizer(), 0.2, chat=rows)
     assert again.fingerprint == corpus.fingerprint != everything.fingerprint

@@ -195,7 +195,7 @@ def test_positions_begin_anew_at_every_document(tmp_path: Path) -> None:
 def test_an_epoch_shows_every_window_once() -> None:
     windows = TrainingSequences(numbered(167), seq_len=16, batch=1, seed=0)
     starts = {int(windows.next_batch()[0][0, 0]) for _ in range(windows.per_epoch)}
-    assert len(starts) == windows.per_epoch == 9
+    assert len(starts) == windows.per_epoch == 10
 
 
 def test_text_shorter_than_a_window() -> None:
@@ -219,13 +219,34 @@ def test_held_out_is_spread_and_limited() -> None:
 
 
 @pytest.mark.parametrize("extra", [1, 2, 40, 63, 64])
-def test_every_token_is_in_some_epoch(extra: int) -> None:
-    """No start of an epoch reaches the stream's last tokens, so every second epoch is counted from its end."""
-    seq_len, length = 64, 5 * 64 + extra
+def test_an_epoch_leaves_out_less_than_a_sequence(extra: int) -> None:
+    """No target comes twice in an epoch, and two epochs leave out other ones."""
+    seq_len, length = 64, 3 * 64 + extra
     sequences = TrainingSequences(np.arange(length), seq_len, 1, seed=0)
-    seen = np.zeros(length, bool)
-    for index in range(400 * sequences.per_epoch):
-        start = sequences.start_of(index)
-        assert 0 <= start < start + seq_len + 1 <= length
-        seen[start : start + seq_len + 1] = True
-    assert seen.all()
+    assert sequences.per_epoch == length // seq_len
+    seen = np.zeros((20, length), int)
+    for epoch in seen:
+        for _ in range(sequences.per_epoch):
+            inputs, labels, _ = sequences.next_batch()
+            assert torch.equal(labels[0], (inputs[0] + 1) % length), "the first token follows the last one"
+            np.add.at(epoch, labels[0].numpy(), 1)
+    assert seen.max() == 1
+    assert (seen == 0).sum(1).tolist() == [length % seq_len] * 20
+    assert seen.any(0).all()
+
+
+def test_documents_of_a_sequence_that_begins_anew() -> None:
+    """Documents of 5, 3 and 9 tokens, the last of which is cut by the end of the stream."""
+    starts = np.array([0, 5, 8])
+    position = [*range(5), *range(3), *range(9)]
+    sequences = TrainingSequences(np.arange(17), 8, 1, starts=starts)
+    around = 0
+    for _ in range(60):
+        inputs, _, documents = sequences.next_batch()
+        want, begin = [], int(inputs[0, 0])
+        for token in inputs[0].tolist():
+            want.append(0 if not want or position[token] == 0 else want[-1] + 1)
+        assert documents is not None
+        assert documents.positions[0].tolist() == want
+        around += begin + 8 > 17
+    assert around > 10

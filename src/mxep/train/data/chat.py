@@ -23,6 +23,7 @@ from mxep.train.data.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 
 MESSAGES_FIELD = "messages"
 _PAIR = ("prompt", "completion")
+_TOOLS, _VALUES = "tools", "chat_template_kwargs"  # further fields, as TRL reads them
 _ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "\ue000"  # a private-use character: an answer that no conversation has
@@ -58,55 +59,63 @@ class ChatTemplate:
             raise ValueError(f"chat: {folder} has no chat template that transformers reads: {type(error).__name__}: {error}") from error
         self.special_tokens: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
 
-    def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = False, **values: Any) -> str:
         """The conversation as text; with `generation_prompt`, up to where the assistant's next message begins.
+
+        Args:
+            values: what else the template reads, such as `tools`.
 
         Raises:
             ValueError: the template failed.
         """
         with _template_errors():
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt))
+            return str(
+                self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt, **values)
+            )
 
-    def encode(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = False) -> list[int]:
+    def encode(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = False, **values: Any) -> list[int]:
         """Ids of `render`; the names of special tokens are special tokens, in the messages as well."""
-        return list(self._tokenizer(self.render(messages, generation_prompt), add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(self.render(messages, generation_prompt, **values), add_special_tokens=False)["input_ids"])
 
     def end_of_turn(self) -> set[int]:
-        """The last special token that the template puts after an assistant's message, which need not be EOS; empty if there is none."""
-        asked, answered = {"role": "user", "content": "a"}, {"role": _ASSISTANT, "content": "a"}
-        written = self.encode([asked, answered])[len(self.encode([asked], generation_prompt=True)) :]
+        """The last special token that the template puts after an assistant's content, which need not be EOS; empty if there is none."""
+        asked = {"role": "user", "content": "a"}
+        ends = _common_end(*(self.render([asked, {"role": _ASSISTANT, "content": content}]) for content in ("a", _PROBE)))
         special = set(self._tokenizer.get_added_vocab().values())
-        return set([token for token in written if token in special][-1:])
+        return set([token for token in self._tokenizer(ends, add_special_tokens=False)["input_ids"] if token in special][-1:])
 
-    def encode_with_mask(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:
+    def encode_with_mask(self, messages: Sequence[dict[str, Any]], **values: Any) -> tuple[list[int], list[bool]]:
         """(ids, whether the assistant wrote each token) of a whole conversation.
 
         A template with `{% generation %}` marks the assistant's tokens itself. For others they are those between the prompt that asks for
         the message and the end of what the template puts after the message's content.
+
+        Args:
+            values: as in `render`.
 
         Raises:
             ValueError: the template failed, or has no marks and the assistant's messages cannot be found.
         """
         if _GENERATION.search(self.template):
             with _template_errors():
-                found = self._tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
+                found = self._tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True, **values)
             return list(found["input_ids"]), [bool(trained) for trained in found["assistant_masks"]]
-        text = self.render(messages)
-        spans = [self._span(messages, index, text) for index, message in enumerate(messages) if message["role"] == _ASSISTANT]
+        text = self.render(messages, **values)
+        spans = [self._span(messages, index, text, values) for index, message in enumerate(messages) if message["role"] == _ASSISTANT]
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = found["offset_mapping"]  # a token that begins in the prompt, " yes" after "assistant: ", is the answer's as well
         return list(found["input_ids"]), [any(begin < end and stop > first for first, end in spans) for begin, stop in offsets]
 
-    def _span(self, messages: Sequence[dict[str, Any]], index: int, text: str) -> tuple[int, int]:
+    def _span(self, messages: Sequence[dict[str, Any]], index: int, text: str, values: dict[str, Any]) -> tuple[int, int]:
         """(first, end) in `text`, the whole conversation, of the assistant's message `index`.
 
         The message is replaced to see what follows it: templates may render a last message differently, as Qwen3's does.
         """
         until = [*messages[:index], messages[index]]
         other = {**messages[index], "content": _PROBE}
-        prompt = self.render(messages[:index], generation_prompt=True) if index else None
-        after = _common_end(text, self.render([*messages[:index], other, *messages[index + 1 :]]))
-        closing = _common_end(self.render(until), self.render([*messages[:index], other]))
+        prompt = self.render(messages[:index], generation_prompt=True, **values) if index else None
+        after = _common_end(text, self.render([*messages[:index], other, *messages[index + 1 :]], **values))
+        closing = _common_end(self.render(until, **values), self.render([*messages[:index], other], **values))
         content_end = len(text) - len(after)
         if prompt is None or not text.startswith(prompt) or not after.startswith(closing):
             raise ValueError(
@@ -139,7 +148,7 @@ class ChatRows:
     """Reads rows of conversations as documents (`mxep.train.data.text_files.RowReader`), and encodes those documents for a corpus.
 
     A row has `messages`, a list of {"role": ..., "content": ...}, or strings `prompt` and `completion`: a message of the user and one of
-    the assistant.
+    the assistant.  `tools`, a list, and the values of `chat_template_kwargs` go to the template as they are.
 
     Args:
         tokenizer: of the run.
@@ -157,7 +166,7 @@ class ChatRows:
         self.template = ChatTemplate(tokenizer)
         self.name, self.assistant_only_loss = tokenizer.name, assistant_only_loss
         self.field = MESSAGES_FIELD if field == TEXT_FIELD else field
-        facts = ["chat 2", tokenizer.fingerprint, self.template.template, self.template.special_tokens, assistant_only_loss]
+        facts = ["chat 3", tokenizer.fingerprint, self.template.template, self.template.special_tokens, assistant_only_loss]
         self.fingerprint = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -166,20 +175,21 @@ class ChatRows:
 
     def columns(self, names: Sequence[str], where: str) -> list[str]:
         """The columns of a conversation that a table has."""
+        others = [name for name in (_TOOLS, _VALUES) if name in names]
         if self.field in names:
-            return [self.field]
+            return [self.field, *others]
         if set(_PAIR) <= set(names):
-            return [*_PAIR]
+            return [*_PAIR, *others]
         raise ValueError(f"data: {where} has {self._wanted()}, got {list(names)}; --data-field names the messages")
 
     def document(self, row: object, where: str) -> bytes:
         """The ids of one row's conversation."""
-        messages = self._messages(row, where)
+        messages, values = self._messages(row, where), _template_values(row, where)
         try:
             if self.assistant_only_loss:
-                ids, trained = self.template.encode_with_mask(messages)
+                ids, trained = self.template.encode_with_mask(messages, **values)
             else:
-                ids = self.template.encode(messages)
+                ids = self.template.encode(messages, **values)
                 trained = [True] * len(ids)
         except ValueError as error:
             raise ValueError(f"data: {where}: {error}") from error
@@ -189,7 +199,7 @@ class ChatRows:
         return f"neither {self.field!r} nor {' and '.join(map(repr, _PAIR))}"
 
     def _messages(self, row: object, where: str) -> list[dict[str, Any]]:
-        """The messages of a row, without keys that are None (Arrow gives all messages the same keys)."""
+        """The messages of a row, without keys that are None."""
         if not isinstance(row, dict):
             raise ValueError(f"data: {where} is {type(row).__name__}, want an object with {self.field!r}")
         if self.field not in row:
@@ -214,5 +224,36 @@ class ChatRows:
                 raise ValueError(f"data: {where}: message {number} has no role, got {sorted(given)}; want a string such as 'user'")
             if "content" not in given and len(given) == 1:
                 raise ValueError(f"data: {where}: message {number} of role {given['role']!r} has no content")
+            if "content" in given:
+                given["content"] = _as_text(given["content"], f"{where}: message {number}")
             messages.append(given)
         return messages
+
+
+def _template_values(row: Any, where: str) -> dict[str, Any]:
+    """What a row gives its template beside the messages; `tools` may be JSON, since a table's columns have one type."""
+    values, tools = row.get(_VALUES) or {}, row.get(_TOOLS) or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"data: {where}: {_TOOLS!r} is no JSON: {error}") from error
+    for name, value, kind in ((_VALUES, values, dict), (_TOOLS, tools, list)):
+        if not isinstance(value, kind):
+            raise ValueError(f"data: {where}: {name!r} is {type(value).__name__}, want {'an object' if kind is dict else 'a list'}")
+    return {**values, _TOOLS: tools} if tools else values
+
+
+def _as_text(content: Any, where: str) -> str:
+    """A message's content; parts of text are joined, since many templates leave out a content that is no string.
+
+    >>> _as_text([{"type": "text", "text": "a "}, {"type": "text", "text": "b"}], "row 1")
+    'a b'
+    """
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None for part in parts]
+    if None in texts:
+        raise ValueError(f'data: {where} has content {str(content)[:80]!r}, want a string, or parts {{"type": "text", "text": ...}}')
+    return "".join(map(str, texts))

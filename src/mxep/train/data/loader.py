@@ -154,8 +154,9 @@ def positions_in_documents(starts: np.ndarray, first: int, tokens: int) -> np.nd
 class TrainingSequences:
     """Endless, sharded, exactly resumable batches; labels are the next tokens.
 
-    Each epoch cuts the stream into sequences of S + 1 tokens that overlap by one token. The start of the first one (below S) and the order
-    depend on (seed, epoch).
+    The stream is a ring, whose first token follows its last one.  Each epoch cuts it into sequences of S + 1 tokens that overlap by one
+    token, from a token on that depends on (seed, epoch), as their order does.  Tokens that are left over, fewer than S, are those before
+    that token, so every epoch leaves out others.
 
     Args:
         stream: token ids.
@@ -184,7 +185,7 @@ class TrainingSequences:
         self.stream, self.seq_len, self.batch = stream, seq_len, batch
         self.rank, self.world, self.seed, self.starts = rank, world, seed, starts
         self.sequences = 0  # seen by all ranks together
-        self.per_epoch = max((len(stream) - seq_len) // seq_len, 1)  # per epoch, for every start
+        self.per_epoch = len(stream) // seq_len
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
         self._start = 0
@@ -207,25 +208,39 @@ class TrainingSequences:
         """This rank's next batch."""
         first = self.sequences + self.rank * self.batch
         begins = [self.start_of(first + i) for i in range(self.batch)]
-        rows = np.stack([self.stream[begin : begin + self.seq_len + 1] for begin in begins])
+        rows = np.stack([self._tokens_from(begin) for begin in begins])
         self.sequences += self.world * self.batch
-        return Batch(ids_of(rows[:, :-1]), targets_of(rows[:, 1:]), _documents(self.starts, begins, self.seq_len))
+        return Batch(ids_of(rows[:, :-1]), targets_of(rows[:, 1:]), self._documents(begins))
 
     def start_of(self, sequence: int) -> int:
         """Index in the stream of the first token of this training sequence, numbered over all ranks and epochs."""
         epoch, index = divmod(sequence, self.per_epoch)
         if epoch != self._epoch:
             random = np.random.default_rng([self.seed, epoch])
-            spare = len(self.stream) - (self.per_epoch * self.seq_len + 1)
-            self._start = int(random.integers(min(spare, self.seq_len - 1) + 1))
-            if epoch % 2:  # counted from the end of the stream, whose last tokens no start below S reaches
-                self._start = spare - self._start
+            self._start = int(random.integers(len(self.stream)))
             self._order = random.permutation(self.per_epoch)
             self._epoch = epoch
-        return self._start + int(self._order[index]) * self.seq_len
+        return (self._start + int(self._order[index]) * self.seq_len) % len(self.stream)
+
+    def _tokens_from(self, begin: int) -> np.ndarray:
+        """(S + 1,) tokens."""
+        found = self.stream[begin : begin + self.seq_len + 1]
+        missing = self.seq_len + 1 - len(found)
+        return np.concatenate([found, self.stream[:missing]]) if missing else found
+
+    def _documents(self, begins: Sequence[int]) -> PackedDocuments | None:
+        """The documents of sequences that begin at `begins`; None without `starts`."""
+        if self.starts is None:
+            return None
+        rows = []
+        for begin in begins:
+            until_end = min(self.seq_len, len(self.stream) - begin)
+            parts = (begin, until_end), (0, self.seq_len - until_end)
+            rows.append(np.concatenate([positions_in_documents(self.starts, first, tokens) for first, tokens in parts if tokens]))
+        return PackedDocuments.of(torch.from_numpy(np.stack(rows)))
 
 
-def _documents(starts: np.ndarray | None, begins: Sequence[int], seq_len: int) -> PackedDocuments | None:
+def _held_out_documents(starts: np.ndarray | None, begins: Sequence[int], seq_len: int) -> PackedDocuments | None:
     """The documents of sequences that begin at `begins`; None without `starts`."""
     if starts is None:
         return None
@@ -257,5 +272,5 @@ def held_out_batches(
             tokens = stream[start : start + seq_len + 1]
             inputs[row, : len(tokens) - 1] = ids_of(tokens[:-1])
             labels[row, : len(tokens) - 1] = targets_of(tokens[1:])
-        result.append(Batch(inputs, labels, _documents(starts, begins, seq_len)))
+        result.append(Batch(inputs, labels, _held_out_documents(starts, begins, seq_len)))
     return result

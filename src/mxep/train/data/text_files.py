@@ -250,9 +250,20 @@ def _read_table(path: Path, rows: RowReader) -> Iterator[bytes]:
                     for row in batch.slice(start, _ROWS).to_pylist():
                         number += 1
                         if any(value is not None for value in row.values()):
-                            yield rows.document(row, f"{path} row {number}")
+                            yield rows.document(_without_none(row), f"{path} row {number}")
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise ValueError(f"data: {path} is not a readable {kind} file: {error}") from error
+
+
+def _without_none(value: Any) -> Any:
+    """Without keys that are None, at any depth: Arrow gives all objects of a column the same keys.
+
+    >>> _without_none({"a": None, "b": [{"c": None, "d": 1}]})
+    {'b': [{'d': 1}]}
+    """
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
