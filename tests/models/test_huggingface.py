@@ -295,6 +295,16 @@ def test_what_is_told_and_not_refused(tmp_path: Path) -> None:
     assert "1 tensors of layers past the last (multi-token prediction) are not used" in notes[1]
 
 
+def test_a_single_expert_is_a_matrix(tmp_path: Path) -> None:
+    """As transformers has it, and as one of several is."""
+    config = dataclasses.replace(QWEN, num_experts=1, top_k=1)
+    model = write(config, tmp_path / "hf")
+    assert {value.dim() for name, value in load_file(tmp_path / "hf" / SINGLE).items() if ".experts." in name} == {2}
+    read = build(config, seed=2)
+    load_published(read, tmp_path / "hf")
+    assert all(torch.equal(value, read.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def test_a_trained_bias_is_lost_only_when_asked(tmp_path: Path) -> None:
     """DeepSeek-V2 and Qwen3-MoE choose experts without one: a folder with it would be another model in every other program."""
     for config in (V2, QWEN):

@@ -133,11 +133,14 @@ def test_what_our_models_lack_is_refused_by_name(kind: str, tmp_path: Path) -> N
     assert str(tmp_path / "hf" / "config.json") in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor"])
+@pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "q_lora_rank"])
 def test_routing_that_a_file_does_not_say(key: str, tmp_path: Path) -> None:
     """transformers takes the numbers of DeepSeek-V3 for them."""
     with pytest.raises(ValueError, match=f"{key} is missing, want the number that the model was trained with"):
         read_shape(write(tmp_path / "hf", {name: value for name, value in V3.items() if name != key}))
+    if key in ("n_shared_experts", "q_lora_rank"):
+        shape, _ = read_shape(write(tmp_path / "none", {**V3, key: None}))
+        assert getattr(shape, {"n_shared_experts": "num_shared_experts"}.get(key, key)) == 0
 
 
 def test_names_before_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

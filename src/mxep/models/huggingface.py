@@ -181,6 +181,15 @@ def is_optional(name: str, config: ModelConfig) -> bool:
     return name.endswith("expert_bias") and config.score_function != "sigmoid"
 
 
+def is_stacked(name: str) -> bool:
+    """True if our tensor of that name is several published ones, one for each expert.
+
+    >>> is_stacked("layers.1.moe.experts.w1"), is_stacked("layers.1.moe.shared_experts.w1.weight")
+    (True, False)
+    """
+    return ".experts." in name
+
+
 def rotated_rows(name: str, config: ModelConfig) -> tuple[int, int, int] | None:
     """(heads, width of a head, number of its last values that are rotated) of a matrix whose rows are rotated in pairs; else None."""
     if not isinstance(config, DeepSeekV3Config):

@@ -27,6 +27,7 @@ from mxep.models.huggingface import (
     StoredFormat,
     halves_to_pairs,
     is_optional,
+    is_stacked,
     published_names,
     read_published_config,
     rotated_rows,
@@ -364,7 +365,7 @@ def load_published(model: Decoder, folder: Path, any_yarn: bool = False, report:
             continue
         local, region = local_shard(tensor)
         rotated, shape = rotated_rows(name, config) if halves else None, tuple(tensor.shape)
-        if len(names[name]) == 1:
+        if not is_stacked(name):
             wanted[names[name][0]] = local, shape, region, None if rotated is None else halves_to_pairs(*rotated)
             continue
         for index, expert in enumerate(range(region[0].start, region[0].stop)):

@@ -130,6 +130,9 @@ def _deepseek(v: _Values, common: dict[str, Any]) -> dict[str, Any]:
     """The fields of DeepSeek's architectures."""
     v.fixed("num_key_value_heads", common["num_heads"])
     shape = v.fields(DEEPSEEK_FIELDS)
+    for key in ("n_shared_experts", "q_lora_rank"):  # transformers' defaults are those of a published model, and null means none
+        if key not in v.values:
+            raise ValueError(f"{v.where}: {key} is missing, want the number that the model was trained with, or null for none")
     if v.values["model_type"] == "deepseek_v3":
         for key in ("n_group", "topk_group", "routed_scaling_factor"):  # transformers' defaults are those of DeepSeek-V3, others' are 1
             if key not in v.values:

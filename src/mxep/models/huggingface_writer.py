@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ from mxep.models.huggingface import (
     MXFP8,
     MXFP8_QUANTIZED,
     is_optional,
+    is_stacked,
     published_config,
     published_names,
     read_published_config,
@@ -141,6 +142,7 @@ def save_published(
     file_bytes: int = FILE_BYTES,
     drop_expert_bias: bool = False,
     token_ids: Mapping[str, int | None] = MappingProxyType({}),
+    stop_ids: Sequence[int] = (),
     files: Mapping[str, bytes] = MappingProxyType({}),
     *,
     mxfp8: bool = False,
@@ -156,6 +158,7 @@ def save_published(
         file_bytes: a file is closed when it has reached this size.
         drop_expert_bias: drop a non-zero expert bias if the family has none (all but DeepSeek-V3).
         token_ids: bos_token_id, eos_token_id and pad_token_id of config.json. With an eos_token_id there is a generation_config.json too.
+        stop_ids: further tokens that end an answer, in generation_config.json.
         files: content of further files by name: the tokenizer's.
         mxfp8: write linear layers (`in_mxfp8`) in MXFP8, quantised (RCEIL) from values that are rounded to `dtype`.
         report: takes a progress message after each tensor.
@@ -165,7 +168,9 @@ def save_published(
             MXFP8 is not finite.
     """
     ids = {name: token_ids.get(name) for name in TOKEN_IDS}  # null is written too, since transformers' classes have other defaults
-    generation = {**ids, "pad_token_id": ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]}
+    generation: dict[str, Any] = {**ids, "pad_token_id": ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]}
+    if stop_ids:
+        generation["eos_token_id"] = [ids["eos_token_id"], *stop_ids]
     if ids["pad_token_id"] == ids["eos_token_id"]:
         ids["pad_token_id"] = None  # transformers does not train the embedding of pad_token_id
     described = {**published_config(config), **ids}
@@ -275,7 +280,7 @@ def _add_model(
                         "--drop-expert-bias, writes it without"
                     )
             continue
-        pieces = tensor.unbind(0) if len(names[name]) > 1 else (tensor,)
+        pieces = tensor.unbind(0) if is_stacked(name) else (tensor,)
         for other, piece in zip(names.pop(name), pieces, strict=True):
             kept = piece.detach().to(torch.float32 if other.endswith(_EXPERT_BIAS) else dtype)
             weights.add(other, quantize_mx(kept.contiguous()) if mxfp8 and in_mxfp8(other, tuple(piece.shape)) else kept)

@@ -77,7 +77,8 @@ def convert(run: Path, out: Path, dtype: WrittenDtype = "bfloat16", drop_expert_
     identity, settings = manifest.facts.get("identity", {}), manifest.facts.get("settings", {})
     coefficient = settings.get("balance_loss")  # None: the model's
     shape = shape if coefficient is None else dataclasses.replace(shape, balance_loss=coefficient)
-    tokenizer = publish_tokenizer(settings.get("tokenizer"), identity.get("tokenizer", ByteTokenizer.fingerprint))
+    fingerprint = identity.get("tokenizer", ByteTokenizer.fingerprint)
+    tokenizer = publish_tokenizer(settings.get("tokenizer"), fingerprint, bool(settings.get("chat")))
     notes = save_published(
         shape,
         read_model(manifest),
@@ -85,6 +86,7 @@ def convert(run: Path, out: Path, dtype: WrittenDtype = "bfloat16", drop_expert_
         plain,
         drop_expert_bias=drop_expert_bias,
         token_ids=tokenizer.token_ids,
+        stop_ids=tokenizer.stop_ids,
         files=tokenizer.files,
         mxfp8=mxfp8,
         report=report,

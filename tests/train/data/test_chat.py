@@ -24,6 +24,7 @@ from tests.chat_data import (
 from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, trainer
 
+from mxep.cli import main
 from mxep.models.loss import IGNORE
 from mxep.train.config import TrainConfig
 from mxep.train.data import chat
@@ -107,6 +108,18 @@ def test_parts_of_text_are_one_content(tmp_path: Path) -> None:
         cut = [*parts[:-1], {"role": "assistant", "content": [{"type": "text", "text": "n"}, {"type": "text", "text": "o."}]}]
         for messages in (parts, cut):
             assert rows.document({"messages": messages}, "here") == rows.document({"messages": TURNS}, "here")
+
+
+def test_a_converted_run_stops_at_the_end_of_a_turn(tmp_path: Path, one_rank: None) -> None:
+    """Conversations have no EOS; a run on plain text knows no other."""
+    run = trainer(0, 1, str(tmp_path / "run"), **options_of(tmp_path, batch=4, model="qwen3_debug_cpu"))
+    done(run)
+    run.save()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--drop-expert-bias"]) == 0
+    eos = FileTokenizer(tmp_path / "hf").special_token("eos_token")
+    (turn,) = ChatRows(FileTokenizer(tmp_path / "hf")).template.end_of_turn()
+    for name, wanted in (("config", eos), ("generation_config", [eos, turn])):
+        assert json.loads((tmp_path / "hf" / f"{name}.json").read_text())["eos_token_id"] == wanted
 
 
 def test_the_end_of_a_turn_is_behind_the_content(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mxep.json_files import read_json_object
+from mxep.train.data.chat import ChatTemplate
 from mxep.train.data.tokenizer import SETTINGS_FILES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer
 
 _CONFIG_FILE = SETTINGS_FILES[0]
@@ -23,18 +24,26 @@ class PublishedTokenizer:
     Attributes:
         files: content by name; empty if there is no tokenizer to write.
         token_ids: of config.json: bos_token_id, eos_token_id, pad_token_id; empty if they are unknown.
+        stop_ids: further tokens that end an answer.
         note: a line for the user.
     """
 
     files: dict[str, bytes]
     token_ids: dict[str, int | None]
     note: str
+    stop_ids: tuple[int, ...] = ()
 
 
-def publish_tokenizer(path: str | None, fingerprint: str) -> PublishedTokenizer:
+def publish_tokenizer(path: str | None, fingerprint: str, chat: bool = False) -> PublishedTokenizer:
     """The tokenizer that a run read from `path`. Nothing is written if it is gone or has changed since then.
 
     `eos_token_id` is the token that ends each document in training: EOS, or BOS of the next document if the tokenizer has no EOS.
+
+    Args:
+        chat: the run was trained on conversations, which end with what the chat template ends a turn with.
+
+    Raises:
+        ValueError: the chat template cannot be read any more.
     """
     if path is None or fingerprint == ByteTokenizer.fingerprint:
         ids = {"bos_token_id": None, "eos_token_id": ByteTokenizer.separator, "pad_token_id": None}
@@ -59,7 +68,8 @@ def publish_tokenizer(path: str | None, fingerprint: str) -> PublishedTokenizer:
     if added:
         files[_CONFIG_FILE] = _json_bytes({**described, **added})
     ids = {"bos_token_id": bos, "eos_token_id": tokenizer.end, "pad_token_id": pad}
-    return PublishedTokenizer(files, ids, f"with its tokenizer {path}")
+    stop = sorted(ChatTemplate(tokenizer).end_of_turn() - {tokenizer.end}) if chat else []
+    return PublishedTokenizer(files, ids, f"with its tokenizer {path}", tuple(stop))
 
 
 def _byte_files() -> dict[str, bytes]:
