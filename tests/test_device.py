@@ -34,7 +34,7 @@ def test_unknown_path_and_device() -> None:
         device.resolve_gemm_path("auto", torch.device("meta"))
 
 
-@pytest.mark.parametrize(("capability", "auto"), [((8, 0), "exact"), ((9, 0), "fp8"), ((10, 0), "blackwell"), ((12, 0), "exact")])
+@pytest.mark.parametrize(("capability", "auto"), [((8, 9), "exact"), ((9, 0), "fp8"), ((10, 0), "blackwell"), ((12, 0), "exact")])
 def test_mocked_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], auto: str) -> None:
     monkeypatch.setattr(device, "compute_capability", lambda index: capability)
     monkeypatch.setattr(device, "compiler_problem", lambda: None)
@@ -54,20 +54,25 @@ def test_mocked_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int
         device.resolve_gemm_path("reference", gpu)
 
 
-def test_hopper_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "compute_capability", lambda index: (9, 0))
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_a_gpu_without_a_compiler_says_so(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path has kernels beside its GEMMs that are compiled at run time."""
+    monkeypatch.setattr(device, "compute_capability", lambda index: capability)
     monkeypatch.setattr(device, "compiler_problem", lambda: "nvrtc: not found (test)")
-    device._warn_slower.cache_clear()
-    with pytest.warns(UserWarning, match="'fp8' does not run: nvrtc: not found"):
-        assert device.resolve_gemm_path("auto", torch.device("cuda", 0)) == "exact"
-    with pytest.raises(ValueError, match="nvrtc: not found"):
-        device.resolve_gemm_path("fp8", torch.device("cuda", 0))
+    for path in ("auto", "emulated", "exact", *(["fp8"] if capability == (9, 0) else [])):
+        with pytest.raises(ValueError, match="nvrtc: not found"):
+            device.resolve_gemm_path(path, torch.device("cuda", 0))
 
 
-def test_mocked_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "compute_capability", lambda index: (7, 5))
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6)])
+def test_mocked_old_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No instruction of theirs converts e4m3."""
+    monkeypatch.setattr(device, "compute_capability", lambda index: capability)
+    monkeypatch.setattr(device, "compiler_problem", lambda: None)
     with pytest.raises(ValueError, match="nothing runs on"):
         device.resolve_gemm_path("auto", torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"needs conversions to and from e4m3 \(SM89 or newer\), this GPU is SM"):
+        device.resolve_gemm_path("exact", torch.device("cuda", 0))
 
 
 def test_checking_on_gpus_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +104,7 @@ def test_a_foreign_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch, cuda: s
     device.nvrtc_version.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert words in (device.compiler_problem() or "")
-    assert "gemm_path='exact'" in (device.compiler_problem() or "")
+    assert "reinstall torch" in (device.compiler_problem() or "")
 
 
 @pytest.mark.usefixtures("forgotten")

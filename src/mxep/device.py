@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +44,9 @@ def _reference_problem(major: int, minor: int) -> str | None:
 
 
 def _exact_problem(major: int, minor: int) -> str | None:
-    return f"needs bf16 tensor cores (SM80 or newer), this GPU is SM{major}{minor}" if major < 8 else None
+    if (major, minor) < (8, 9):
+        return f"needs conversions to and from e4m3 (SM89 or newer), this GPU is SM{major}{minor}"
+    return compiler_problem()  # of kernels beside the GEMMs: routing, backward of the activation
 
 
 def _fp8_problem(major: int, minor: int) -> str | None:
@@ -54,7 +55,7 @@ def _fp8_problem(major: int, minor: int) -> str | None:
 
 def _blackwell_problem(major: int, minor: int) -> str | None:
     # On Hopper torch's scaled grouped GEMM with 1x32 scales does not raise, it destroys the CUDA context: never let it through.
-    return f"needs SM100, this GPU is SM{major}{minor}" if major != 10 else None
+    return f"needs SM100, this GPU is SM{major}{minor}" if major != 10 else compiler_problem()
 
 
 GEMM_PATHS = {
@@ -153,7 +154,7 @@ def nvrtc_version() -> tuple[int, int]:
     Raises:
         RuntimeError: NVRTC or its bindings are missing, or its major version is not that of torch's CUDA.
     """
-    advice = "reinstall torch with its dependencies, or take the path that needs no compiler: gemm_path='exact'"
+    advice = "reinstall torch with its dependencies"
     if torch.version.cuda is None:
         raise RuntimeError(f"nvrtc: this torch ({torch.__version__}) was built without CUDA; {advice}")
     try:
@@ -187,10 +188,12 @@ def multiprocessors(index: int) -> int:
 # Dense bf16 FLOP/s of a GPU by a part of its name, the longer one first (vendor's data sheets).
 PEAK_BF16 = {
     "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "H200": 989e12,
     "H20": 148e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
     "A100": 312e12,
 }
@@ -199,10 +202,10 @@ PEAK_BF16 = {
 def peak_bf16_flops_of(gpu: str) -> float | None:
     """FLOP/s that the data sheet of a GPU of this name promises in dense bf16 products; None where it is not known.
 
-    >>> peak_bf16_flops_of("NVIDIA H200"), peak_bf16_flops_of("CPU")
-    (989000000000000.0, None)
+    >>> peak_bf16_flops_of("NVIDIA H200"), peak_bf16_flops_of("NVIDIA RTX A1000"), peak_bf16_flops_of("CPU")
+    (989000000000000.0, None, None)
     """
-    return next((peak for part, peak in PEAK_BF16.items() if part in gpu), None)
+    return next((peak for part, peak in PEAK_BF16.items() if re.search(rf"\b{part}\b", gpu)), None)
 
 
 def peak_bf16_flops(device: torch.device) -> float | None:
@@ -239,12 +242,6 @@ def peer_access_problem(device: torch.device, peers: Sequence[str]) -> str | Non
     return None
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
-def _warn_slower(reason: str) -> None:
-    warnings.warn(f"gemm_path='auto' takes 'exact' (bf16 speed) on this GPU, since 'fp8' does not run: {reason}")
-
-
 def resolve_gemm_path(name: str, device: torch.device) -> str:
     """The GEMM path that a device runs under this name.
 
@@ -268,8 +265,6 @@ def resolve_gemm_path(name: str, device: torch.device) -> str:
         order = ("blackwell", "fp8", "exact", "reference") if name == "auto" else ("exact", "reference")
         for path in order:
             if path in usable:
-                if path == "exact" and name == "auto" and device.type == "cuda" and compute_capability(device.index)[0] == 9:
-                    _warn_slower(str(paths["fp8"]))
                 return path
         raise ValueError(f"gemm_path={name!r}: nothing runs on {device}: {paths}")
     if name not in paths:

@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.truth import KINDS, Case, Saved, assert_same, exchange, make_case, raises_naming, seeded, transposed
 from tests.virtual import run_virtual
 
+from mxep import close_transports, quantize_mx, reference, to_mxfp8_a2a_dequant
 from mxep import mxfp8_on_device_all_to_all_v as all_to_all
 from mxep import mxfp8_on_device_all_to_all_v_overflowed as overflowed
-from mxep import quantize_mx, reference, to_mxfp8_a2a_dequant
 
 WIDTH = 96
 Ranks = Callable[[int, int, str | None], None]
@@ -186,3 +188,17 @@ def first_in_inference_mode(me: int, world: int, name: str) -> None:
 
 def test_a_first_call_in_inference_mode() -> None:
     run_virtual(first_in_inference_mode, 2)
+
+
+def flags_of_a_group_of_the_same_name(rank: int, world: int, folder: str) -> None:
+    rows = torch.ones(64, 128)
+    all_to_all(rows, torch.tensor([64, 0]), 48, out_padded=True)
+    close_transports()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/again", world), rank=rank, world_size=world)
+    all_to_all(rows, torch.tensor([10, 10]), 48, out_padded=True)
+    assert not overflowed()
+
+
+def test_a_flag_ends_with_its_group(tmp_path: Path) -> None:
+    run_ranks(flags_of_a_group_of_the_same_name, 2, str(tmp_path))

@@ -371,3 +371,12 @@ def test_compiled_layer_equals_eager(recipe: str) -> None:
             torch.testing.assert_close(eager, graph, rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(eager, graph)
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_a_state_dict_of_bf16_leaves_the_bias_float32(kind: type[MoE]) -> None:
+    """bf16 would lose updates of 0.001 to a bias of 0.5."""
+    moe = kind(MoEConfig(64, 32, 4, 2), "hp")
+    moe.load_state_dict({name: value.bfloat16() for name, value in moe.state_dict().items()}, assign=True)
+    assert moe.router.gate.weight.dtype == torch.bfloat16
+    assert (moe.expert_bias.dtype, moe.tokens_per_expert.dtype) == (torch.float32, torch.float32)

@@ -371,3 +371,120 @@ def test_an_evaluation_leaves_no_gate_gathered(fused: bool, one_rank: None) -> N
             loads.append(layer.tokens_per_expert.clone())
             layer.router.gate.weight.to_local().neg_()
     assert not torch.equal(*loads)
+
+
+def whole_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in parameters.items()}
+    assert all(grad is not None for grad in found.values()), [name for name, grad in found.items() if grad is None]
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def other_calls_of_fsdp(rank: int, world: int) -> None:
+    """Forwards and backwards beside a plain step: another forward before backward, one without gradients, backward a second time."""
+    for fused in (False, True):
+        for reshard in (True, False):
+            meshes = build_meshes(world, 2, "cpu")
+            net = Net("hp", MoEConfig(D, 96, E, 3))
+            for layer in net.layers:
+                parallelize_moe(layer, meshes.ep)
+            if fused:
+                fuse_layers(net)
+            apply_fsdp(net, meshes, param_dtype=torch.bfloat16, reshard_after_forward=reshard)
+            held = dict(net.named_parameters())
+            x = torch.randn(24, D, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+            def gradients(step: Any, net: nn.Module = net, held: dict[str, nn.Parameter] = held) -> dict[str, Tensor]:
+                net.zero_grad()
+                step()
+                return whole_gradients(held)
+
+            def twice(net: nn.Module = net, x: Tensor = x) -> None:
+                for factor in (1.0, 0.5):
+                    net(factor * x).float().square().sum().backward()
+
+            def both(net: nn.Module = net, x: Tensor = x) -> None:
+                sum(net(factor * x).float().square().sum() for factor in (1.0, 0.5)).backward()
+
+            def with_evaluation(net: nn.Module = net, x: Tensor = x) -> None:
+                loss = net(x).float().square().sum()
+                with torch.no_grad():
+                    net(2 * x)
+                loss.backward()
+
+            def again(net: nn.Module = net, x: Tensor = x) -> None:
+                loss = net(x).float().square().sum()
+                loss.backward(retain_graph=True)
+                loss.backward()
+
+            def once(net: nn.Module = net, x: Tensor = x) -> None:
+                net(x).float().square().sum().backward()
+
+            plain, summed = gradients(once), gradients(twice)
+            for name, grad in gradients(with_evaluation).items():
+                assert torch.equal(grad, plain[name]), name
+            for name, grad in gradients(both).items():
+                torch.testing.assert_close(grad, summed[name], rtol=0.05, atol=float(0.02 * summed[name].abs().max()), msg=name)
+            for name, grad in gradients(again).items():
+                torch.testing.assert_close(grad, 2 * plain[name], rtol=0.02, atol=float(0.01 * plain[name].abs().max()), msg=name)
+
+            # Weights that change between two evaluations, or after one, are read.
+            with torch.no_grad():
+                before = net(x)
+                assert [*map(id, net.parameters())] == [*map(id, held.values())], "nothing is left gathered"
+                for parameter in net.parameters():
+                    parameter.mul_(1.5)
+                assert not torch.allclose(net(x), before)
+
+
+def test_forwards_and_backwards_beside_a_plain_step() -> None:
+    run_ranks(other_calls_of_fsdp, 2)
+
+
+def experts_add_up(rank: int, world: int) -> None:
+    """bf16 gradients of 64 backward passes, against float64."""
+    meshes = build_meshes(world, world, "cpu")
+    for accumulates, least, most in ((True, 0.0, 0.004), (False, 0.005, 1.0)):
+        moe = MoE(MoEConfig(D, 96, E, 3), "hp").bfloat16()
+        net = nn.Sequential(moe)
+        parallelize_moe(moe, meshes.ep)
+        apply_fsdp(net, meshes, blocks=[moe], param_dtype=torch.bfloat16, accumulates=accumulates)
+        moe.init_weights(0.1, torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(rank)
+        inputs = [1 + torch.randn(64, D, generator=generator).bfloat16() for _ in range(64)]
+        exact: dict[str, Tensor] = {}
+        for x in inputs:
+            net.set_requires_gradient_sync(True)
+            net.zero_grad()
+            net(x).float().sum().backward()
+            for name, grad in whole_gradients(dict(net.named_parameters())).items():
+                exact[name] = exact.get(name, 0) + grad.double()
+        net.zero_grad()
+        for number, x in enumerate(inputs, 1):
+            net.set_requires_gradient_sync(number == len(inputs))
+            net(x).float().sum().backward()
+        for name, grad in whole_gradients(dict(net.named_parameters())).items():
+            if ".experts." in name:
+                assert least <= (grad.double() - exact[name]).norm() / exact[name].norm() <= most, (name, accumulates)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_experts_of_bf16_add_up_in_float32(world: int) -> None:
+    run_ranks(experts_add_up, world)
+
+
+def gradients_that_are_asked_for(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 8))
+    ddp = apply_ddp(net, build_meshes(world, world, "cpu"))
+    x = torch.randn(16, D)
+    ddp(x).square().sum().backward()
+    before = [parameter.grad.clone() for parameter in net.parameters()]
+    torch.autograd.grad(net(x).mean(), list(net.parameters()))
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(net.parameters(), before, strict=True))
+    ddp(x).square().sum().backward()  # what is added still is: reduced again, and the first sum once
+    for parameter, grad in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * grad)
+
+
+def test_ddp_leaves_gradients_alone_that_are_only_asked_for() -> None:
+    run_ranks(gradients_that_are_asked_for, 2)

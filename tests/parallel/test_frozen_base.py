@@ -385,3 +385,11 @@ def test_writing_an_expert_renews_its_dgrad_form() -> None:
     for weight in (experts.w1, experts.w2, experts.w3):
         weight.kept.forms.clear()
     assert torch.equal(got, gradient())
+
+
+def test_embeddings_of_three_dimensions_stay() -> None:
+    """(1, N, D), as those of positions: no GEMM reads them."""
+    model = nn.Module()
+    model.position, model.experts = nn.Parameter(torch.randn(1, 32, 64)), nn.Parameter(torch.randn(4, 32, 64))
+    assert mxep.quantize_base(model) == ["experts"]
+    assert type(model.position) is nn.Parameter

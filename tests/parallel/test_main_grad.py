@@ -85,3 +85,18 @@ def test_ragged_groups_padded_inside(name: str) -> None:
     torch.autograd.grad(recipe_grouped_mm(a, *call, main_grad=main), (a, w), grad, allow_unused=True)
     assert not main[2].any()
     assert sqnr(d_w.float(), main) > 50
+
+
+def test_a_gradient_of_a_alone_adds_nothing() -> None:
+    """`torch.autograd.grad` and `backward(inputs=...)` ask for some gradients only."""
+    a, w, offs = operands()
+    main = torch.zeros(w.shape)
+    out = to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offs, wgrad_with_hp=True, main_grad=main)
+    grad = torch.randn(out.shape).to(out.dtype)
+    torch.autograd.grad(out, a, grad, retain_graph=True)
+    out.backward(grad, inputs=[a], retain_graph=True)
+    assert not main.any()
+    out.backward(grad)
+    assert main.any()
+    with pytest.raises(ValueError, match="main_grad with a B_t that needs no gradient, want requires_grad=True, or no main_grad"):
+        to_mxfp8_then_scaled_grouped_mm(a, w.detach().transpose(-2, -1), offs, wgrad_with_hp=True, main_grad=main)

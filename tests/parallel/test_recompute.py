@@ -169,3 +169,24 @@ def test_a_copy_runs_its_own_weights(kind: type[MoE], mode: str) -> None:
     assert all(parameter.grad is not None for parameter in twin.parameters())
     assert all(parameter.grad is None for parameter in block.parameters())
     assert not torch.equal(block(x), x)
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.linear, self.moe = nn.Linear(D, D), moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        y = self.moe(h)
+        return y + h.mul_(2.0)
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_a_change_in_place_of_what_an_moe_keeps_is_an_error(kind: type[MoE]) -> None:
+    """As autograd has it without recomputation."""
+    block = ChangesItsInput(kind(MoEConfig(D, 32, 4, 2), "hp"))
+    recompute_blocks([block], "keep_moe")
+    loss = block(torch.randn(32, D)).square().sum()
+    with pytest.raises(RuntimeError, match=r"recompute_blocks: a tensor \(32, \d+\) that an MoE keeps .* was changed in place"):
+        loss.backward()

@@ -28,6 +28,7 @@ order, at most `most` of them.  Rank 0 has three rows and sends 2 and 1, rank 1 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,14 +128,24 @@ class _OnDeviceOptions(NamedTuple):
         return [rows.shape[1], rows.element_size(), self.most, int(self.padded)]
 
 
-# By group and device: True if rows or splits did not fit since `mxfp8_on_device_all_to_all_v_overflowed` was last called.
-_flags: dict[tuple[str, torch.device], Tensor] = {}
+_Flags = dict[torch.device, Tensor]
+# By group: True if rows or splits did not fit since `mxfp8_on_device_all_to_all_v_overflowed` was last called.  Another group may have the
+# name of one that was destroyed; names without a group are those of one rank and of tests.
+_flags: weakref.WeakKeyDictionary[ProcessGroup, _Flags] = weakref.WeakKeyDictionary()
+_flags_by_name: dict[str, _Flags] = {}
+
+
+def _flags_of(group_name: str) -> _Flags:
+    try:
+        return _flags.setdefault(resolve_group(_WHERE, group_name), {})
+    except ValueError:
+        return _flags_by_name.setdefault(group_name, {})
 
 
 def _raise_flag(options: _OnDeviceOptions, wrong: Tensor) -> None:
     """Sets the group's flag if `wrong`, a bool on the device, is set."""
     with torch.inference_mode(False):  # the flag outlives this call, and a tensor of inference mode can be written only there
-        flag = _flags.setdefault((options.group_name, wrong.device), torch.zeros((), dtype=torch.bool, device=wrong.device))
+        flag = _flags_of(options.group_name).setdefault(wrong.device, torch.zeros((), dtype=torch.bool, device=wrong.device))
     flag.logical_or_(wrong)
 
 
@@ -402,8 +413,7 @@ def mxfp8_on_device_all_to_all_v_overflowed(group: str | ProcessGroup | None = N
     """
     name = group_name_of(_WHERE, group)
     raised = False
-    for (of_group, _), flag in _flags.items():
-        if of_group == name:
-            raised |= bool(flag)  # host sync: the result
-            flag.zero_()
+    for flag in _flags_of(name).values():
+        raised |= bool(flag)  # host sync: the result
+        flag.zero_()
     return raised

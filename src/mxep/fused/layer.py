@@ -286,7 +286,12 @@ class FusedMoE(MoE):
 
     def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As that of `MoE`, in one autograd function. Raises ValueError as `check_router` does."""
-        return self.experts(self.router.hold_gate(tokens), self)  # type: ignore[no-any-return]
+        routed = self.experts(self.router.hold_gate(tokens), self)
+        if isinstance(self.router, FSDPModule):  # another backward, or a forward without gradients, may have freed what backward reads
+            for result in routed:
+                if result.requires_grad:
+                    result.register_hook(lambda _: self.router.unshard())
+        return routed  # type: ignore[no-any-return]
 
 
 def fuse_layers(model: nn.Module, runtime: RuntimeEPConfig | None = None) -> list[str]:

@@ -154,6 +154,8 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         needs_a, needs_w, _, needs_bias, *_ = ctx.needs_input_grad
+        if ctx.main_grad is not None:  # not asked for in `torch.autograd.grad(loss, x)`
+            needs_w = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
         offs, *saved = ctx.saved_tensors
         d_a, d_w, d_bias = gradients(ctx, saved, offs, grads[0], needs_a, needs_w, needs_bias)
         return d_a, d_w, None, d_bias, None, None, None, None
@@ -164,6 +166,8 @@ def _check_main_grad(main_grad: torch.Tensor, b_t: torch.Tensor) -> None:
     want = (b_t.shape[0], b_t.shape[2], b_t.shape[1])
     if torch.compiler.is_compiling():
         raise ValueError(f"{_WHERE}: main_grad in a compiled graph, want an eager call; a graph cannot add to it in backward")
+    if torch.is_grad_enabled() and not b_t.requires_grad:
+        raise ValueError(f"{_WHERE}: main_grad with a B_t that needs no gradient, want requires_grad=True, or no main_grad")
     fits = main_grad.dtype == torch.float32 and tuple(main_grad.shape) == want and main_grad.is_contiguous()
     aligned = main_grad.data_ptr() % _ALIGNMENT_BYTES == 0
     if not (fits and aligned) or main_grad.device != b_t.device or main_grad.requires_grad:

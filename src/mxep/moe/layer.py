@@ -196,6 +196,12 @@ class MoE(nn.Module):
                 setattr(self, name, buffer.to(now.device))
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """With `assign=True` bias and load would have the dtype of the state dict."""
+        super()._load_from_state_dict(*args, **kwargs)
+        for name in _FLOAT32_BUFFERS:
+            setattr(self, name, getattr(self, name).float())
+
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: without the last router loss, which is part of an autograd graph. Raises ValueError if there is a group."""
         if self.group is not None:

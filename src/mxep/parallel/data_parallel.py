@@ -30,11 +30,13 @@ def apply_fsdp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
+    accumulates: bool = False,
 ) -> nn.Module:
     """FSDP2 with summed gradients: experts over `dp_mod_ep`, tensor shards over `dp_mod_tp`, everything else over `dp`, in place.
 
     Meshes of (replicate, shard) make it HSDP: sharded inside a replica, summed over all.  `mxep.moe.Experts` whose shards no other rank has
     (a `dp_mod_ep` of one rank) stay out of it: nothing is to be gathered or summed, and FSDP would cast and copy them all the same.
+    bf16 ones whose gradients are `accumulates` do not, since FSDP adds up in `reduce_dtype`, and autograd in bf16.
     They read their own parameters in `param_dtype` (`Experts.compute_dtype`).  Each `mxep.moe.Router` whose product is in float32
     (`MoEConfig.router_dtype`) is a unit of its own that gathers its gate in float32 and casts none of its inputs; the block around it
     prefetches it, and it stays gathered until backward has gone by.
@@ -46,6 +48,7 @@ def apply_fsdp(
         param_dtype: dtype of the gathered parameters and of activations, None = the parameters' own.
         reduce_dtype: dtype in which gradients are summed over ranks.
         reshard_after_forward: free the gathered parameters of `blocks` between forward and backward.
+        accumulates: several backward passes add up before a step (gradient accumulation, a pipeline's microbatches).
 
     Returns:
         model.
@@ -79,6 +82,8 @@ def apply_fsdp(
     left_out: set[nn.Parameter] = set()
     if meshes.dp_mod_ep.size() == 1:
         for experts in [module for module in sharded if isinstance(module, Experts) and type(module) in _ROUND_WHAT_THEY_READ]:
+            if accumulates and any(parameter.dtype != torch.float32 for parameter in experts.parameters()):
+                continue
             experts.compute_dtype = param_dtype
             left_out.update(experts.parameters())
             sharded.remove(experts)
@@ -102,16 +107,16 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
-    model.register_forward_hook(functools.partial(_free_after_evaluation, [model, *routers]))
+    model.register_forward_hook(_free_after_evaluation)
     return model
 
 
-def _free_after_evaluation(units: Iterable[nn.Module], model: nn.Module, args: Any, output: Any) -> None:
-    """Without gradients no backward follows that would free what these units keep gathered: the next forward would read old values."""
+def _free_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
+    """Without gradients no backward follows that would free what its units keep gathered: the next forward would read old values."""
     if not torch.is_grad_enabled():
-        for unit in units:
-            assert isinstance(unit, FSDPModule)
-            unit.reshard()
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -128,10 +133,13 @@ class _SummedGradients:
 
     def __init__(self, group: dist.ProcessGroup, parameters: Iterable[nn.Parameter]) -> None:
         self._group, self._summed = group, set[nn.Parameter]()
+        self._nodes = []  # which add to `.grad`; a hook of the parameter also runs where its gradient is only asked for
         for parameter in parameters:
-            parameter.register_hook(functools.partial(self._before, parameter))
+            node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            node.register_prehook(functools.partial(self._before, parameter))
+            self._nodes.append(node)
 
-    def _before(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+    def _before(self, parameter: nn.Parameter, _: tuple[torch.Tensor, ...]) -> None:
         """A gradient is about to be added: of what has been summed each rank keeps its share of one in W."""
         if parameter in self._summed:
             self._summed.remove(parameter)

@@ -39,7 +39,8 @@ def base_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             linear = isinstance(module, nn.Linear) and name == "weight" and not fqn.startswith(routers)
-            stacked = parameter.dim() == 3 and not isinstance(module, nn.modules.conv._ConvNd)
+            # A first dimension of 1 is that of embeddings and tokens, (1, N, D), which no GEMM reads.
+            stacked = parameter.dim() == 3 and parameter.shape[0] > 1 and not isinstance(module, nn.modules.conv._ConvNd)
             if linear or stacked:
                 found[f"{fqn}.{name}" if fqn else name] = module, name
     return found

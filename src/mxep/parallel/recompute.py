@@ -88,10 +88,19 @@ def _with(call: Callable, forward: Callable, *arguments: Any) -> Callable:
 def _kept_for_backward(forward: Callable, *args: Any, **kwargs: Any) -> Any:
     """A forward whose saved tensors a checkpoint around it does not replace: of nested hooks, the innermost alone are called."""
 
-    def pack(tensor: Tensor) -> Tensor:
-        return tensor.detach()  # a saved output would hold the node that holds it
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        return tensor.detach(), tensor._version  # a saved output would hold the node that holds it
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    def unpack(kept: tuple[Tensor, int]) -> Tensor:
+        tensor, version = kept
+        if tensor._version != version:
+            raise RuntimeError(
+                f"recompute_blocks: a tensor {tuple(tensor.shape)} that an MoE keeps for backward was changed in place after its forward, "
+                "want it as it was; change a copy"
+            )
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
         return forward(*args, **kwargs)
 
 

@@ -15,7 +15,8 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
 
     Call it after the model was sharded, with all optimizers that step these weights.  Every step of any `torch.optim.Optimizer` of the
     process empties the cache, and so does a load_state_dict of these modules.  Edits in place are noticed, and so are new tensors as
-    parameters.  Edits that change no version are not: through `parameter.data`, by a custom kernel, by `torch._foreach_*` on DTensors.
+    parameters.  Edits that change no version are not: through `parameter.data`, by a custom kernel, by
+    `torch.distributed.broadcast(parameter, ...)` and other collectives in place, by `torch._foreach_*` on DTensors.
     Call `advance()` of what is returned after one of these; in checking mode (`MXEP_CHECK=1`, always on a CPU) a forgotten one is an error.
 
     Both forms of each weight stay in memory from their first use on, about 2 bytes for every such weight of this rank; where

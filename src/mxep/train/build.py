@@ -174,7 +174,8 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         if shards:
             # With resharding, a pipeline would gather each layer again for every microbatch.
             rounds = compute != torch.float32 or build.dtype != torch.float32
-            apply_fsdp(model, meshes, param_dtype=compute if rounds else None, reshard_after_forward=on_gpu and pp == 1)
+            reshard, accumulates = on_gpu and pp == 1, build.accumulate > 1 or pp > 1
+            apply_fsdp(model, meshes, param_dtype=compute if rounds else None, reshard_after_forward=reshard, accumulates=accumulates)
         if device.type != "meta":  # only now, since each rank has its own shard only
             model.to_empty(device=device)
             model.init_weights(seed)

@@ -82,7 +82,7 @@ def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode:
     if "rebased" in forms:
         rows = rebase_rows(*quantize(value, scaling_mode), MAX_SPREAD[granularity])
         out += [part for part in rows[:3] if part is not None]
-    return [*out, value.to(dtype)] if "hp" in forms else out
+    return [*out, value.to(dtype).contiguous()] if "hp" in forms else out
 
 
 def activate(

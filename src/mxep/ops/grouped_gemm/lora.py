@@ -129,7 +129,7 @@ def _products(
                 "out_row": out.stride(0),
                 "x": values,
                 "x_row": values.stride(0),
-                "row_map": row_map,
+                "row_map": None if row_map is None else row_map.contiguous(),
                 "a": a,
                 "a_group": a.stride(0),
                 "a_row": a.stride(1),

@@ -143,7 +143,9 @@ def zero_padding_rows(out: torch.Tensor, offs: torch.Tensor) -> None:
 
 def for_torch(matrix: torch.Tensor) -> torch.Tensor:
     """Row-major with 16-byte aligned rows: `matrix` itself, or a copy."""
-    fits = matrix.stride(-1) == 1 and all(stride % _TORCH_ALIGNMENT == 0 for stride in matrix.stride()[:-1]) and matrix.data_ptr() % 16 == 0
+    *strides, last = matrix.stride()
+    apart = strides[-1] >= matrix.shape[-1]  # neither expanded nor overlapping
+    fits = last == 1 and apart and all(stride % _TORCH_ALIGNMENT == 0 for stride in strides) and matrix.data_ptr() % 16 == 0
     return matrix if fits else matrix.clone(memory_format=torch.contiguous_format)
 
 

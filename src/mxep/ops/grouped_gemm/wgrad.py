@@ -100,7 +100,7 @@ def _launch(
             "grad": grad,
             "grad_row": grad.stride(0),
             "grad_column": grad.stride(1),
-            "grad_map": grad_map,
+            "grad_map": None if grad_map is None else grad_map.contiguous(),
             "a": a,
             "a_row": a.stride(0),
             "a_column": a.stride(1),

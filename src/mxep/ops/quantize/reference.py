@@ -186,7 +186,7 @@ def dequantize(
     blocks = qdata.float().unflatten(-1, (-1, MX_BLOCK)) * scale_to_float32(scale)[..., None]
     values = blocks.flatten(-2).to(dtype)
     if row_map is None:
-        return values
+        return values.contiguous()
     return torch.cat((values, values.new_zeros(1, values.shape[1])))[row_map.long()]  # -1 reads the last row, zeros
 
 

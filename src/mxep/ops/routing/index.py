@@ -295,7 +295,7 @@ def chunk_rows(
             "scores": scores.contiguous(),
             "token_map": token_map.contiguous(),
             "grad_map": token_map if grad_map is None else grad_map.contiguous(),
-            "chunk": chunk,
+            "chunk": chunk.contiguous(),
             "own_offs": own_offs,
             "own_scores": own_scores,
             "own_token_map": own_token_map,

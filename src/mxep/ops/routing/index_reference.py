@@ -187,7 +187,7 @@ def gather_or_zero(
     found = torch.cat((values, values.new_zeros(1)))[index.long()]
     if columns is not None:
         found = torch.zeros_like(found).scatter_add_(1, columns.long(), found)
-    return found.to(dtype or values.dtype)
+    return found.to(dtype or values.dtype).contiguous()
 
 
 # ---------------------------------------------------------------- padded groups of received rows

@@ -201,7 +201,7 @@ def router_backward(
         d_logits = d_scores * scores * (1 - scores)
     if d_z is not None:
         d_logits = d_logits + d_z * 2 / max(T, 1) * logits.logsumexp(1, keepdim=True) * softmax
-    return d_logits.to(dtype)
+    return d_logits.to(dtype).contiguous()
 
 
 def check_router_backward(

@@ -152,11 +152,13 @@ def fp8_grouped_mm(
     if offs.dtype != torch.int32 or not offs.is_contiguous():
         offs = offs.to(torch.int32).contiguous()
 
-    a, block_scale, b, b_scale = rows.data, rows.block_scale, weight.data.contiguous(), weight.scale.contiguous()
+    a = rows.data if rows.data.stride(1) == 1 and rows.data.stride(0) % 16 == 0 else rows.data.contiguous()
+    scale, block_scale, b, b_scale = rows.scale.contiguous(), rows.block_scale, weight.data.contiguous(), weight.scale.contiguous()
+    block_scale = block_scale if block_scale is None or block_scale.stride(1) == 1 else block_scale.contiguous()
     addresses = (
         a.data_ptr(),
         a.stride(0),
-        rows.scale.data_ptr(),
+        scale.data_ptr(),
         *((0, 0) if block_scale is None else (block_scale.data_ptr(), block_scale.stride(0))),
     )
     factor_addresses = 0, 0
