@@ -226,8 +226,9 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     index = row_map(rows, 50)
     for columns in (8, 96):  # read through the map, and gathered first
         few, given = torch.randn(50, 40).to(b_dtype), (a[:, :columns], offs, out_dtype)
-        through = kernels.grouped_wgrad_hp(few, *given, grad_map=index)
-        torch.testing.assert_close(through, reference.grouped_wgrad_hp(few, *given, grad_map=index), **tolerance)
+        for row_index in (index, every_second(index)):
+            through = kernels.grouped_wgrad_hp(few, *given, grad_map=row_index)
+            torch.testing.assert_close(through, reference.grouped_wgrad_hp(few, *given, grad_map=index), **tolerance)
     into = torch.randn(wgrad.shape)
     want = into + reference.grouped_wgrad_hp(grad, a, offs, FLOAT32)
     kernels.grouped_wgrad_hp(grad, a, offs, torch.float32, into, accumulate=True)
@@ -239,6 +240,11 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     kernels.grouped_wgrad_hp(grad, a, offs, out_dtype, filled)
     assert filled[sizes == 0].isnan().all()
     torch.testing.assert_close(filled[sizes > 0], wgrad[sizes > 0], **tolerance)
+
+
+def every_second(index: torch.Tensor) -> torch.Tensor:
+    """The same index as one of two columns, whose elements are not neighbours."""
+    return torch.stack([index, torch.zeros_like(index)], 1)[:, 0]
 
 
 @pytest.mark.usefixtures("poison")
@@ -253,6 +259,7 @@ def test_add_group_lora():
         for operands in (
             (x, a, b, ends),
             (few[:, :K], a, b, ends.int(), index),
+            (few[:, :K], a, b, ends, every_second(index)),
             (x, *apart, ends),
             (wide, a, b, ends),
             (x, a, b, ends * 0),

@@ -117,9 +117,10 @@ def test_windows_and_their_places(data: st.DataObject):
     scores, first, second = torch.randn(num_places), *(torch.randint(-1, 99, (num_places,), dtype=torch.int32) for _ in range(2))
     for window in range(len(sizes)):
         for other in (None, second):
-            given = ends, scores, first, other, bounds[window : window + 2], capacity
-            for got, want in zip(plan.chunk_rows(*given), reference.chunk_rows(*given), strict=True):
-                assert_same_bytes(got, want)
+            for chunk in (bounds[window : window + 2], torch.stack([bounds, bounds * 0], 1)[window : window + 2, 0]):
+                given = ends, scores, first, other, chunk, capacity
+                for got, want in zip(plan.chunk_rows(*given), reference.chunk_rows(*given), strict=True):
+                    assert_same_bytes(got, want)
 
 
 @pytest.mark.usefixtures("poison")
