@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from mxep.ops.grouped_gemm.triton import for_torch  # noqa: E402
+from mxep.ops.grouped_gemm.triton import for_torch
 
 
 def test_what_torch_takes_is_not_copied() -> None:
