@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mxep.bench.records import RESULTS, read_records
 from mxep.models.families import build_model
 from mxep.models.huggingface_shape import find_model
 from mxep.models.presets import MODELS
 from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig, SharedExperts
-from mxep.parallel import Recompute, convert_linears
+from mxep.parallel import Recompute, build_meshes, convert_linears
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import RECIPES, Precision, resolve_recipe
 from mxep.train import memory
+from mxep.train.build import Build, build_stages
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.memory import (
@@ -30,6 +34,7 @@ from mxep.train.memory import (
     check_fits,
     ffn_kept_bytes,
     kept_bytes,
+    memory_of_rank,
     peak_memory,
     rank_memory,
     ranks_that_fit,
@@ -179,10 +184,41 @@ def test_low_precision_states() -> None:
     assert peaks[0] - peaks[1] == pytest.approx(1.03 * (saved + of_fsdp), rel=1e-6)
     one, two = (peak_memory(model, recipe, ParallelDims(), 1, 4096, precision, recompute="full", accumulate=n)[0] for n in (1, 2))
     assert (one.rank.outside, one.rank.gathered) == (0, 0)
-    early = one.kept * 47 // 48  # gradients of earlier batches are there when the last of 48 layers begins its backward
-    assert two.total - one.total == pytest.approx(1.03 * (early + of_fsdp), rel=1e-6)
+    # Sums of earlier batches are there when the last of 48 layers begins its backward, and activations of all layers.
+    more = two.rank.accumulated - two.rank.gradients + one.kept * 47 // 48
+    assert two.total - one.total == pytest.approx(1.03 * (more + of_fsdp), rel=1e-6)
     total = peak_memory(model, recipe, ParallelDims(), 2, 4096, precision, recompute="full")[0].total
     assert ranks_that_fit(model, recipe, ParallelDims(), 1, 4096, total - 10**8, precision, recompute="full") == 4
+
+
+def bytes_that_add_up(rank: int, world: int) -> list[tuple[int, int]]:
+    """(bytes of gradients between two backward passes of a step, the estimate) by dtype of the parameters."""
+    recipe, dims = resolve_recipe("hp"), ParallelDims(ep=world)
+    shape, found = MODELS["dsv3_debug_cpu"], []
+    for precision in (StatePrecision(), StatePrecision("adamw8bit", "bfloat16")):
+        if world == 1 and precision.torch_dtype == torch.float32:
+            continue  # without FSDP
+        build = Build(recipe, force_balance=True, dtype=precision.torch_dtype, accumulate=2)
+        (model,) = build_stages(shape, build, build_meshes(world, dims, "cpu"), torch.device("cpu"), 0).values()
+        model.set_requires_gradient_sync(False)
+        tokens = torch.zeros(1, 64, dtype=torch.int64)
+        model(tokens, tokens).backward()
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
+        parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+        sums = [p.unsharded_accumulated_grad if p.unsharded_accumulated_grad is not None else p.unsharded_param.grad for p in parameters]
+        sums += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]  # of what FSDP leaves out
+        sums = [value.to_local() if isinstance(value, DTensor) else value for value in sums]
+        assert {value.dtype for value in sums} == {torch.float32}
+        kept = {value.untyped_storage().data_ptr(): value.numel() * 4 for value in sums}
+        estimate = memory_of_rank(shape, recipe, build_meshes(world, dims, "cpu"), precision).accumulated
+        found.append((sum(kept.values()), estimate))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_add_up(world: int) -> None:
+    for taken, estimate in run_ranks(bytes_that_add_up, world)[0]:
+        assert taken == estimate
 
 
 def test_nothing_is_allocated() -> None:
@@ -244,7 +280,7 @@ def test_peaks_by_option() -> None:
     by_cache = [peak_memory(model, recipe, dims, 8, 8192, fused_layer=True, cache_weights=cache)[0].kept for cache in (False, True)]
     assert by_cache[0] - by_cache[1] == 26 * weights * 3 // 2  # down too
     (accumulated,) = peak_memory(model, recipe, dims, 8, 8192, accumulate=2)
-    assert accumulated.total - plain.total == pytest.approx(1.03 * plain.rank.gradients)
+    assert accumulated.total - plain.total == pytest.approx(1.03 * plain.rank.accumulated)
     first, last = peak_memory(model, recipe, ParallelDims(ep=8, pp=2), 16, 8192)
     dense_block, moe_block = (block_kept_bytes(8192, model, 8, recipe, dense) for dense in (True, False))
     assert first.kept == 2 * (dense_block + 12 * (moe_block + weights))

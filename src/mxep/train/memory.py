@@ -42,6 +42,7 @@ class RankMemory:
         outside: bf16 weights of the embedding and the output projection, gathered from the start of a forward to its backward.
         gathered: bf16 weights of the layers that are gathered at the same time: two layers, in a pipeline all layers of the rank.
         summed: the largest gradient of one FSDP unit, in bf16 from backward and in float32 for the reduce-scatter.
+        accumulated: float32 gradients of all gathered parameters, which FSDP adds up until a step's last backward.
         fsdp: whether a run without accumulation needs FSDP (`needs_fsdp`). Without it nothing is gathered, and no gradient is in float32.
         loss: logits of one chunk of tokens, and two float32 gradients of the output projection (of the chunk, and the sum); 0 on a stage
             without the loss.
@@ -55,6 +56,7 @@ class RankMemory:
     outside: int
     gathered: int
     summed: int
+    accumulated: int
     fsdp: bool
     loss: int
     quantized: int
@@ -192,7 +194,7 @@ def stage_peak(
         rank = replace(rank, outside=0, gathered=0, summed=rank.summed * _BF16 // (_BF16 + _FLOAT32))
     always = rank.weights + rank.moments + parts["exchange"] + parts["cached"] + rank.outside
     rank = replace(rank, gradients=0) if optimizer_in_backward else rank  # those of one FSDP unit, or layer, are `summed`
-    early_gradients = rank.gradients if accumulate > 1 or dims.pp > 1 else 0
+    early_gradients = rank.accumulated if accumulate > 1 or dims.pp > 1 else 0
     backward = rank.gathered + rank.summed + parts["working"]
     moments = (  # the peak is at one of these times
         parts["kept"] + early_gradients + rank.loss + parts["hidden_gradient"],
@@ -288,6 +290,7 @@ def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes, precision
         outside=outside * _BF16,
         gathered=sum(layers if degrees.pp > 1 else layers[:2]) * _BF16,
         summed=max(values for groups in whole.values() for values in groups.values()) * (_BF16 + _FLOAT32),
+        accumulated=(outside + sum(layers)) * _FLOAT32,
         fsdp=needs_fsdp(meshes, torch.bfloat16, precision.torch_dtype, accumulate=1),
         loss=logits + 2 * shape.vocab_size * shape.dim * _FLOAT32 if "output.weight" in parameters else 0,
         quantized=2 * (experts + experts // MX_BLOCK) if recipe.gemm == "mxfp8" else 0,
