@@ -58,7 +58,7 @@ def steps_alike(rank: int, world: int, out: str, data: str, options: dict[str, A
     assert len(live) == 2 * count
     assert max(live) <= len(list(run.model.layers["1"].parameters())), "more than one layer's"
     assert len(same(*ends)) == len(ends[0])
-    assert figures[0] == [pytest.approx(figure, rel=1e-6) for figure in figures[1]]
+    assert figures[0] == [pytest.approx(figure, rel=4e-6) for figure in figures[1]]  # the norm: float32 sums in another order
 
 
 @pytest.mark.parametrize(("world", "options"), [(1, {}), (1, LOW_MEMORY), (2, {**LOW_MEMORY, "ep": 2}), (2, {"ep": 1})], ids=str)
