@@ -103,7 +103,8 @@ def test_a_gemm_path_is_a_class_and_two_rows(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(device, "compute_capability", lambda index: (9, 0))
     assert device.resolve_gemm_path("logging", torch.device("cuda", 0)) == "logging"
     assert mxep.device.available_gemm_paths(torch.device("cpu"))["logging"] == "needs a CUDA GPU, this tensor is on cpu"
-    monkeypatch.setattr(device, "compute_capability", lambda index: (8, 0))
+    monkeypatch.setattr(device, "compute_capability", lambda index: (8, 9))
+    monkeypatch.setattr(device, "compiler_problem", lambda: None)
     with pytest.raises(ValueError, match="gemm_path='logging': needs SM90, this GPU is SM8; this device runs exact"):
         device.resolve_gemm_path("logging", torch.device("cuda", 0))
 

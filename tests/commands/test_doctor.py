@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mxep.commands import doctor
+from mxep.device import GEMM_PATHS
 from mxep.extras import EXTRAS
 
 
@@ -32,3 +33,13 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: p
     for name, extra in EXTRAS.items():
         assert f'pip install ".[{name}]"' in text
         assert all(word in text for word in (*extra.modules, extra.gives))
+
+
+def test_doctor_ends_where_no_path_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a GPU whose machine lacks NVRTC: every table is there, and no self-test."""
+    monkeypatch.setattr(doctor, "available_gemm_paths", lambda device: dict.fromkeys(GEMM_PATHS, "nvrtc: not found (test)"))
+    assert doctor.command([]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    for word in ("GEMM paths by name", "nvrtc: not found (test)", "MXFP8 does not run on this device"):
+        assert word in text
+    assert "Self-test" not in text

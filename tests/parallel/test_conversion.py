@@ -149,12 +149,13 @@ class Batched(nn.Module):
 
 
 def test_a_module_without_rows_times_experts_raises() -> None:
-    net = nn.ModuleDict({"experts": Batched()})
+    net, x = nn.ModuleDict({"experts": Batched()}), torch.randn(128, 64).bfloat16()
+    plain = net["experts"](x)
     convert_experts(net, "experts", "mxfp8_wgrad_with_hp")
-    with pytest.raises(
-        ValueError, match=r"Batched called neither .* with 2-D rows and stacked 3-D weights, so nothing of it runs in MXFP8"
-    ):
-        net["experts"](torch.randn(128, 64).bfloat16())
+    with pytest.raises(ValueError, match=r"Batched called neither .* with 2-D rows and stacked 3-D weights, so nothing of it runs in MX"):
+        net["experts"](x)
+    convert_experts(net, "experts", "bf16")
+    assert torch.equal(net["experts"](x), plain), "nothing of it is to run in MXFP8"
 
 
 def test_own_layers_just_get_the_recipe() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.user_experts import CallingExperts, sqnr_db
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
-from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe
+from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe, quantize_base
+from mxep.parallel.data_parallel import one_evaluation
 
 D, E = 64, 8
 MXFP8 = "mxfp8_wgrad_with_hp"
@@ -475,7 +478,8 @@ def test_experts_of_bf16_add_up_in_float32(world: int) -> None:
 def gradients_that_are_asked_for(rank: int, world: int) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 8))
-    ddp = apply_ddp(net, build_meshes(world, world, "cpu"))
+    with torch.no_grad():  # where the program calls it does not matter
+        ddp = apply_ddp(net, build_meshes(world, world, "cpu"))
     x = torch.randn(16, D)
     ddp(x).square().sum().backward()
     before = [parameter.grad.clone() for parameter in net.parameters()]
@@ -488,3 +492,54 @@ def gradients_that_are_asked_for(rank: int, world: int) -> None:
 
 def test_ddp_leaves_gradients_alone_that_are_only_asked_for() -> None:
     run_ranks(gradients_that_are_asked_for, 2)
+
+
+def frozen_experts_stay_out(rank: int, world: int) -> None:
+    moe = MoE(MoEConfig(D, 96, E, 3), "hp").bfloat16()
+    quantize_base(moe.experts)
+    net, meshes = nn.Sequential(moe), build_meshes(world, 1, "cpu")
+    parallelize_moe(moe, meshes.ep)
+    apply_fsdp(net, meshes, blocks=[moe], param_dtype=torch.bfloat16, accumulates=True)
+    net(torch.randn(8, D).bfloat16().requires_grad_()).float().sum().backward()
+    assert moe.router.gate.weight.grad is not None
+    assert not isinstance(moe.experts, FSDPModule), "no gradient of theirs adds up"
+
+
+def test_frozen_experts_stay_out_of_fsdp() -> None:
+    run_ranks(frozen_experts_stay_out, 1)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts what ranks gather."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += func is torch.ops.c10d._allgather_base_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_evaluation_gathers_once() -> None:
+    """As a pipeline's microbatches are; afterwards nothing is left gathered."""
+    run_ranks(gathers_of_evaluations, 2)
+
+
+def gathers_of_evaluations(rank: int, world: int) -> None:
+    net = Net("hp", MoEConfig(D, 96, E, 3))
+    meshes = build_meshes(world, 1, "cpu")
+    for layer in net.layers:
+        parallelize_moe(layer, meshes.ep)
+    apply_fsdp(net, meshes, reshard_after_forward=False)
+    held, x = [*map(id, net.parameters())], torch.randn(4, D)
+    with torch.no_grad():
+        net(x)  # sets up
+
+    def gathers(together: bool) -> int:
+        with Gathers() as found, torch.no_grad(), one_evaluation([net]) if together else contextlib.nullcontext():
+            for _ in range(3):
+                net(x)
+        assert [*map(id, net.parameters())] == held
+        return found.count
+
+    apart, once = gathers(False), gathers(True)
+    assert apart == 3 * once > 0

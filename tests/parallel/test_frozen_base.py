@@ -393,3 +393,5 @@ def test_embeddings_of_three_dimensions_stay() -> None:
     model.position, model.experts = nn.Parameter(torch.randn(1, 32, 64)), nn.Parameter(torch.randn(4, 32, 64))
     assert mxep.quantize_base(model) == ["experts"]
     assert type(model.position) is nn.Parameter
+    single = nn.Sequential(mxep.MoE(mxep.MoEConfig(64, 32, 1, 1), "hp"))
+    assert mxep.quantize_base(single) == ["0.experts.w1", "0.experts.w2", "0.experts.w3"], "one expert is one"

@@ -38,13 +38,15 @@ def _paths(device: torch.device) -> list[tuple[str, str, str]]:
     """(part, what runs here, why) of every part that has several implementations."""
     backend = default_backend(device.type)
     kernels = "Triton kernels, on Hopper CUDA C++ too" if device.type == "cuda" else "plain PyTorch"
-    chosen = resolve_gemm_path("auto", device)
+    paths = available_gemm_paths(device)
+    chosen = "none" if None not in paths.values() else resolve_gemm_path("auto", device)
     wgrad = "exact" if chosen == "blackwell" else chosen
     gemm_why = {
         "reference": "float32 matmul per expert of exactly dequantised values",
         "exact": "dequantise to bf16, torch's bf16 grouped matmul: the exact numbers, not FP8 speed",
         "fp8": "FP8 tensor cores on rebased exponents; row tiles of wide spread take a scale per 128 of K",
         "blackwell": f"torch's scaled grouped GEMM on 128x4 blocked scales; {NEVER_RUN}",
+        "none": f"{paths['exact']}; recipe 'bf16' may run",
     }[chosen]
     return [
         ("quantise, gather, scatter, permute indices", kernels, f"tensors live on {device.type}"),
@@ -109,7 +111,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def command(argv: Sequence[str]) -> int:
-    """Print the report; returns 0, or 1 when the self-test fails."""
+    """Print the report; returns 0, or 1 when the self-test fails or no GEMM path runs here."""
     argparse.ArgumentParser(prog="mxep doctor", description=__doc__).parse_args(argv)
     console, device = Console(), _device()
     facts = machine_facts()
@@ -122,6 +124,9 @@ def command(argv: Sequence[str]) -> int:
     console.print(_table("GEMM paths by name (Recipe.gemm_path)", ("path", "runs", "note"), rows))
     if missing := _missing_packages():
         console.print(_table("Missing", ("package", "what it gives", "get it"), missing))
+    if None not in paths.values():
+        console.print("[bold red]MXFP8 does not run on this device[/]; the notes above say why")
+        return 1
     tests = _self_test(device)
     console.print(_table("Self-test", ("check", "result", "detail"), [(n, "ok" if ok else "FAILED", d) for n, ok, d in tests]))
     failed = [name for name, ok, _ in tests if not ok]

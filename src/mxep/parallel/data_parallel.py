@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def apply_fsdp(
     left_out: set[nn.Parameter] = set()
     if meshes.dp_mod_ep.size() == 1:
         for experts in [module for module in sharded if isinstance(module, Experts) and type(module) in _ROUND_WHAT_THEY_READ]:
-            if accumulates and any(parameter.dtype != torch.float32 for parameter in experts.parameters()):
+            if accumulates and any(p.requires_grad and p.dtype != torch.float32 for p in experts.parameters()):
                 continue
             experts.compute_dtype = param_dtype
             left_out.update(experts.parameters())
@@ -113,10 +114,25 @@ def apply_fsdp(
 
 def _free_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
     """Without gradients no backward follows that would free what its units keep gathered: the next forward would read old values."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and model not in _evaluating:
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
+
+
+_evaluating = set[nn.Module]()
+
+
+@contextlib.contextmanager
+def one_evaluation(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Several forwards without gradients, of unchanged weights: what one gathers stays for the next."""
+    _evaluating.update(models)
+    try:
+        yield
+    finally:
+        _evaluating.difference_update(models)
+        for model in models:
+            _free_after_evaluation(model, (), None)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -135,7 +151,8 @@ class _SummedGradients:
         self._group, self._summed = group, set[nn.Parameter]()
         self._nodes = []  # which add to `.grad`; a hook of the parameter also runs where its gradient is only asked for
         for parameter in parameters:
-            node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            with torch.enable_grad():
+                node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
             node.register_prehook(functools.partial(self._before, parameter))
             self._nodes.append(node)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mxep.moe import Router
+from mxep.moe import Experts, Router
 from mxep.mx.weight import MXWeight
 from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, shown_names
 from mxep.parallel.linears import ADAPTERS, KEPT_APART
@@ -40,7 +40,8 @@ def base_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         for name, parameter in module.named_parameters(recurse=False):
             linear = isinstance(module, nn.Linear) and name == "weight" and not fqn.startswith(routers)
             # A first dimension of 1 is that of embeddings and tokens, (1, N, D), which no GEMM reads.
-            stacked = parameter.dim() == 3 and parameter.shape[0] > 1 and not isinstance(module, nn.modules.conv._ConvNd)
+            several = parameter.dim() == 3 and (parameter.shape[0] > 1 or isinstance(module, Experts))
+            stacked = several and not isinstance(module, nn.modules.conv._ConvNd)
             if linear or stacked:
                 found[f"{fqn}.{name}" if fqn else name] = module, name
     return found

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
 from mxep.mx.first_order import first_order
+from mxep.parallel.data_parallel import one_evaluation
 
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
 STAGES_PER_RANK = {"1F1B": 1, "Interleaved1F1B": 2}
@@ -96,7 +97,7 @@ class Pipeline:
                 "Interleaved1F1B a multiple of the pipeline degree; raise the batch or --accumulate"
             )
         self.microbatches, self.has_first, self.has_last = microbatches, 0 in stages, count - 1 in stages
-        self.device = device
+        self.device, self._modules = device, [*stages.values()]
         self._divisor: float | Tensor = 1.0
         tokens = torch.empty(tokens_shape, dtype=torch.int64, device="meta")
         between = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
@@ -126,7 +127,8 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor, documents: tuple[Any, ...] | None = None) -> Tensor:
         """As `step`, without gradients."""
-        return self._run(self.schedule.eval, inputs, labels, 1.0, documents)
+        with one_evaluation(self._modules):
+            return self._run(self.schedule.eval, inputs, labels, 1.0, documents)
 
     def _run(self, run: Callable, inputs: Tensor, labels: Tensor, divisor: float | Tensor, documents: tuple[Any, ...] | None) -> Tensor:
         self._divisor = divisor

@@ -31,7 +31,9 @@ from mxep.train.data import chat
 from mxep.train.data.chat import ChatRows
 from mxep.train.data.corpus import NO_TARGET, Corpus
 from mxep.train.data.loader import TrainingSequences, load_corpus
+from mxep.train.data.text_files import read_file
 from mxep.train.data.tokenizer import ByteTokenizer, FileTokenizer
+from mxep.train.data.tokenizer_export import publish_tokenizer
 from mxep.train.metrics import read_metrics
 from mxep.train.rank_launcher import start_ranks
 from mxep.train.resolved_config import resolve
@@ -90,7 +92,7 @@ def test_what_a_row_gives_its_template_beside_the_messages(tmp_path: Path) -> No
         plain, *others = (
             "".join(text for _, text in parts_of(rows, {"messages": TURNS, **beside}, FileTokenizer(tmp_path)))
             for beside in (
-                {},
+                {"tools": "null"},
                 {"tools": tools},
                 {"tools": json.dumps(tools)},
                 {"tools": None, "chat_template_kwargs": {"greeting": "hey "}},
@@ -110,6 +112,15 @@ def test_parts_of_text_are_one_content(tmp_path: Path) -> None:
             assert rows.document({"messages": messages}, "here") == rows.document({"messages": TURNS}, "here")
 
 
+def test_the_result_of_a_tool_is_for_the_template(tmp_path: Path) -> None:
+    """As Llama 3.1's, which writes objects as JSON; none of their values is lost."""
+    rows = rows_of(tmp_path, "{%- for m in messages %}{{- m.content if m.content is string else m.content | tojson }}{%- endfor %}")
+    rows.assistant_only_loss = False
+    for content in ({"text": "Rome", "b": "seven"}, [{"text": "a", "c": "three"}]):
+        ((_, text),) = parts_of(rows, {"messages": [{"role": "tool", "content": content}]}, FileTokenizer(tmp_path))
+        assert "seven" in text or "three" in text
+
+
 def test_a_converted_run_stops_at_the_end_of_a_turn(tmp_path: Path, one_rank: None) -> None:
     """Conversations have no EOS; a run on plain text knows no other."""
     run = trainer(0, 1, str(tmp_path / "run"), **options_of(tmp_path, batch=4, model="qwen3_debug_cpu"))
@@ -120,6 +131,16 @@ def test_a_converted_run_stops_at_the_end_of_a_turn(tmp_path: Path, one_rank: No
     (turn,) = ChatRows(FileTokenizer(tmp_path / "hf")).template.end_of_turn()
     for name, wanted in (("config", eos), ("generation_config", [eos, turn])):
         assert json.loads((tmp_path / "hf" / f"{name}.json").read_text())["eos_token_id"] == wanted
+
+
+def test_a_tokenizer_without_its_template_is_still_written(tmp_path: Path) -> None:
+    folder = write_chat_tokenizer(tmp_path / "tokenizer")
+    fingerprint = FileTokenizer(folder).fingerprint
+    assert publish_tokenizer(str(folder), fingerprint, chat=True).stop_ids
+    (folder / "chat_template.jinja").unlink()
+    published = publish_tokenizer(str(folder), fingerprint, chat=True)
+    assert (published.stop_ids, "tokenizer.json" in published.files) == ((), True)
+    assert "without what ends a turn, since its chat template cannot be read any more: chat: " in published.note
 
 
 def test_the_end_of_a_turn_is_behind_the_content(tmp_path: Path) -> None:
@@ -151,6 +172,8 @@ def test_a_template_that_hides_its_messages_is_refused(tmp_path: Path) -> None:
             r"line 2: message 1 has content .* want a string, or",
         ),
         ({"messages": [{"role": "user", "content": 5}]}, "line 2: message 1 has content '5', want a string"),
+        ({"messages": [{"role": "user", "content": {"text": "hi"}}]}, "line 2: message 1 has content .* want a string"),
+        ({"messages": TURNS, "chat_template_kwargs": {"messages": 1}}, "line 2: 'chat_template_kwargs' has messages, which the trainer"),
         ({"messages": TURNS, "tools": "{"}, "line 2: 'tools' is no JSON"),
         ({"messages": TURNS, "tools": {"a": 1}}, "line 2: 'tools' is dict, want a list"),
         ({"messages": TURNS, "chat_template_kwargs": [1]}, "line 2: 'chat_template_kwargs' is list, want an object"),
@@ -186,6 +209,9 @@ def stream_of(corpus: Corpus) -> list[int]:
 def test_a_corpus_of_conversations(tmp_path: Path) -> None:
     """Of .jsonl, .parquet and .arrow alike; with masks and without are different token files; each conversation begins a document."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows_alone = [{"messages": TURNS, "tools": None}, {"messages": None, "tools": "[]"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows_alone), tmp_path / "alone.parquet")
+    assert len([*read_file(tmp_path / "alone.parquet", rows_of(tmp_path / "tokenizer"))]) == 1, "tools alone are no conversation"
     found = conversations(20)
     found[3][0]["name"] = "me"  # Arrow gives the others a name of None, and calls of tools each other's arguments
     found[4][1]["tool_calls"] = [{"name": "a", "arguments": {"b": "c"}}, {"name": "d", "arguments": {"e": "f"}}]

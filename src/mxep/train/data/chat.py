@@ -24,7 +24,11 @@ from mxep.train.data.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
 MESSAGES_FIELD = "messages"
 _PAIR = ("prompt", "completion")
 _TOOLS, _VALUES = "tools", "chat_template_kwargs"  # further fields, as TRL reads them
-_ASSISTANT = "assistant"
+_RESERVED = {  # arguments of `apply_chat_template`
+    *("self", "messages", "conversation", "generation_prompt", "add_generation_prompt"),
+    *("tokenize", "return_dict", "return_assistant_tokens_mask"),
+}
+_ASSISTANT, _TOOL = "assistant", "tool"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "\ue000"  # a private-use character: an answer that no conversation has
 
@@ -161,6 +165,7 @@ class ChatRows:
 
     dtype = np.dtype(np.uint32)
     text_files = False
+    beside = (_TOOLS, _VALUES)
 
     def __init__(self, tokenizer: Tokenizer, assistant_only_loss: bool = True, field: str = TEXT_FIELD) -> None:
         self.template = ChatTemplate(tokenizer)
@@ -175,7 +180,7 @@ class ChatRows:
 
     def columns(self, names: Sequence[str], where: str) -> list[str]:
         """The columns of a conversation that a table has."""
-        others = [name for name in (_TOOLS, _VALUES) if name in names]
+        others = [name for name in self.beside if name in names]
         if self.field in names:
             return [self.field, *others]
         if set(_PAIR) <= set(names):
@@ -225,7 +230,10 @@ class ChatRows:
             if "content" not in given and len(given) == 1:
                 raise ValueError(f"data: {where}: message {number} of role {given['role']!r} has no content")
             if "content" in given:
-                given["content"] = _as_text(given["content"], f"{where}: message {number}")
+                given["content"] = content = _joined(given["content"])
+                if not isinstance(content, str) and given["role"] != _TOOL:  # whose results may be objects, and are for the template
+                    wanted = 'a string, or parts {"type": "text", "text": ...}'
+                    raise ValueError(f"data: {where}: message {number} has content {str(content)[:80]!r}, want {wanted}")
             messages.append(given)
         return messages
 
@@ -235,25 +243,24 @@ def _template_values(row: Any, where: str) -> dict[str, Any]:
     values, tools = row.get(_VALUES) or {}, row.get(_TOOLS) or []
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = json.loads(tools) or []
         except json.JSONDecodeError as error:
             raise ValueError(f"data: {where}: {_TOOLS!r} is no JSON: {error}") from error
     for name, value, kind in ((_VALUES, values, dict), (_TOOLS, tools, list)):
         if not isinstance(value, kind):
             raise ValueError(f"data: {where}: {name!r} is {type(value).__name__}, want {'an object' if kind is dict else 'a list'}")
+    if reserved := sorted(values.keys() & _RESERVED):
+        raise ValueError(f"data: {where}: {_VALUES!r} has {', '.join(reserved)}, which the trainer decides; leave it out")
     return {**values, _TOOLS: tools} if tools else values
 
 
-def _as_text(content: Any, where: str) -> str:
-    """A message's content; parts of text are joined, since many templates leave out a content that is no string.
+def _joined(content: Any) -> Any:
+    """A list of parts of text as one string, since many templates leave out a content that is no string; all else as it is.
 
-    >>> _as_text([{"type": "text", "text": "a "}, {"type": "text", "text": "b"}], "row 1")
+    >>> _joined([{"type": "text", "text": "a "}, {"type": "text", "text": "b"}])
     'a b'
     """
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None for part in parts]
-    if None in texts:
-        raise ValueError(f'data: {where} has content {str(content)[:80]!r}, want a string, or parts {{"type": "text", "text": ...}}')
-    return "".join(map(str, texts))
+    parts = content if isinstance(content, list) else [None]
+    texts = [part["text"] for part in parts if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"]
+    whole = len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(texts) if whole else content

@@ -41,9 +41,6 @@ def publish_tokenizer(path: str | None, fingerprint: str, chat: bool = False) ->
 
     Args:
         chat: the run was trained on conversations, which end with what the chat template ends a turn with.
-
-    Raises:
-        ValueError: the chat template cannot be read any more.
     """
     if path is None or fingerprint == ByteTokenizer.fingerprint:
         ids = {"bos_token_id": None, "eos_token_id": ByteTokenizer.separator, "pad_token_id": None}
@@ -68,8 +65,13 @@ def publish_tokenizer(path: str | None, fingerprint: str, chat: bool = False) ->
     if added:
         files[_CONFIG_FILE] = _json_bytes({**described, **added})
     ids = {"bos_token_id": bos, "eos_token_id": tokenizer.end, "pad_token_id": pad}
-    stop = sorted(ChatTemplate(tokenizer).end_of_turn() - {tokenizer.end}) if chat else []
-    return PublishedTokenizer(files, ids, f"with its tokenizer {path}", tuple(stop))
+    note, stop = f"with its tokenizer {path}", set[int]()
+    if chat:
+        try:
+            stop = ChatTemplate(tokenizer).end_of_turn() - {tokenizer.end}
+        except ValueError as error:
+            note += f", without what ends a turn, since its chat template cannot be read any more: {error}"
+    return PublishedTokenizer(files, ids, note, tuple(sorted(stop)))
 
 
 def _byte_files() -> dict[str, bytes]:
