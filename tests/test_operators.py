@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -399,26 +399,37 @@ def test_every_operator_is_checked() -> None:
     assert set(CALLS) == set(OVERLOADS)
 
 
+def operator_and_calls(name: str) -> tuple[Any, list[tuple[tuple, dict]]]:
+    """The overload, and (arguments, options) of each of its calls."""
+    packet, _, overload = name.partition(".")
+    calls = [(call[:-1], call[-1]) if isinstance(call[-1], dict) else (call, {}) for call in CALLS[name]()]
+    return getattr(getattr(torch.ops.mxep, packet), overload or "default"), calls
+
+
+def with_its_fake(operator: Any, arguments: Sequence[object], options: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(result, what its fake form promises) of each result of a call."""
+    out = operator(*arguments, **options)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        faked = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in (*arguments, *options.values())]
+        fake = operator(*faked[: len(arguments)], **dict(zip(options, faked[len(arguments) :], strict=True)))
+    outs, fakes = ((out,), (fake,)) if isinstance(out, torch.Tensor) else (out or (), fake or ())
+    return [*zip(outs, fakes, strict=True)]
+
+
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_like_its_fake_form(name: str) -> None:
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.mxep, packet), overload or "default")
-    for call in CALLS[name]():
-        arguments, options = (call[:-1], call[-1]) if isinstance(call[-1], dict) else (call, {})
+    operator, calls = operator_and_calls(name)
+    for arguments, options in calls:
         inputs = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
         given = [*zip(operator._schema.arguments, arguments, strict=False)]
         given += [(argument, options[argument.name]) for argument in operator._schema.arguments if argument.name in options]
         written = [value for argument, value in given if argument.is_write]
         before = [raw(value).clone() for value in inputs]
-        out = operator(*arguments, **options)
+        results = with_its_fake(operator, arguments, options)
         for value, same in zip(inputs, before, strict=True):
             assert torch.equal(raw(value), same) != any(value is target for target in written), "writes where its schema says"
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            faked = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in (*arguments, *options.values())]
-            fake = operator(*faked[: len(arguments)], **dict(zip(options, faked[len(arguments) :], strict=True)))
-        outs, fakes = ((out,), (fake,)) if isinstance(out, torch.Tensor) else (out or (), fake or ())
         held = {value.untyped_storage().data_ptr() for value in inputs if value.numel()}
-        for real, promised in zip(outs, fakes, strict=True):
+        for real, promised in results:
             assert (real.shape, real.dtype, real.device) == (promised.shape, promised.dtype, promised.device)
             assert not real.numel() or real.stride() == promised.stride()
             assert not real.numel() or real.untyped_storage().data_ptr() not in held, "aliases no input"
@@ -434,21 +445,15 @@ def column_major(value: object) -> object:
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_like_its_fake_form_with_operands_of_other_strides(name: str) -> None:
     """A compiled graph goes by the fake's strides. Operands that an operator refuses do not count."""
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.mxep, packet), overload or "default")
-    for call in CALLS[name]():
-        arguments, options = (call[:-1], call[-1]) if isinstance(call[-1], dict) else (call, {})
+    operator, calls = operator_and_calls(name)
+    for arguments, options in calls:
         for index in range(len(arguments)):
             varied = [column_major(value) if place == index else value for place, value in enumerate(arguments)]
             try:
-                out = operator(*varied, **options)
+                operator(*varied, **options)
             except (ValueError, RuntimeError):
                 continue
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                faked = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in (*varied, *options.values())]
-                fake = operator(*faked[: len(varied)], **dict(zip(options, faked[len(varied) :], strict=True)))
-            outs, fakes = ((out,), (fake,)) if isinstance(out, torch.Tensor) else (out or (), fake or ())
-            for real, promised in zip(outs, fakes, strict=True):
+            for real, promised in with_its_fake(operator, varied, options):
                 differ = [dim for dim, size in enumerate(real.shape) if size > 1 and real.stride(dim) != promised.stride(dim)]
                 assert not real.numel() or not differ, f"argument {index}: {real.stride()}, its fake {promised.stride()}"
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
 from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe, quantize_base
-from mxep.parallel.data_parallel import one_evaluation
+from mxep.parallel.data_parallel import reshard_once
 
 D, E = 64, 8
 MXFP8 = "mxfp8_wgrad_with_hp"
@@ -519,7 +519,7 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_one_evaluation_gathers_once() -> None:
+def test_forwards_of_one_evaluation_gather_once() -> None:
     """As a pipeline's microbatches are; afterwards nothing is left gathered."""
     run_ranks(gathers_of_evaluations, 2)
 
@@ -535,7 +535,7 @@ def gathers_of_evaluations(rank: int, world: int) -> None:
         net(x)  # sets up
 
     def gathers(together: bool) -> int:
-        with Gathers() as found, torch.no_grad(), one_evaluation([net]) if together else contextlib.nullcontext():
+        with Gathers() as found, torch.no_grad(), reshard_once([net]) if together else contextlib.nullcontext():
             for _ in range(3):
                 net(x)
         assert [*map(id, net.parameters())] == held

@@ -165,7 +165,8 @@ class PeersProblem:
 
     Attributes:
         experts: what each arm calls.  errors: of every arm's results against float64.
-        few: tokens: arms are timed as CUDA graphs too.  left_out: peers that are not measured, and why.
+        few: whether the shape has few tokens, and arms are timed as CUDA graphs too.
+        left_out: peers that are not measured, and why.
     """
 
     def __init__(self, setting: Setting, name: str, shape: Shape, routing: str) -> None:
@@ -202,7 +203,7 @@ class PeersProblem:
 
         def forward() -> None:
             self.w1.grad = self.w2.grad = None
-            self.y = self.x  # a capture takes no nodes of autograd from another stream
+            self.y = self.x  # frees the last call's autograd nodes, which a capture on another stream would meet
             self.leaves = self.x.detach().requires_grad_(), self.scores.detach().requires_grad_()
             self.y = self.experts[arm](self.leaves[0], self.choices, self.leaves[1], self.w1, self.w2)
 
@@ -311,7 +312,7 @@ def compute_figures(ms: Mapping[str, float], targets: Mapping[str, float]) -> di
         figures[name] = Figure(base / ms[f"{arm}_total"], base / ms[f"{_LIMITS.get(arm, 'dense_fp8')}_total"], targets.get(name))
     if f"{COMPILED}_graph" in ms:
         base = ms[f"{COMPILED}_graph"]
-        for arm in _GRAPHED[2:]:
+        for arm in (arm for arm in OURS if arm in _GRAPHED):
             limit = base / ms[f"{_LIMITS.get(arm, 'dense_fp8')}_total"]
             figures[f"{arm}_graph_vs_compiled_graph"] = Figure(base / ms[f"{arm}_graph"], limit)
     return figures

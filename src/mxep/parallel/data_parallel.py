@@ -37,8 +37,8 @@ def apply_fsdp(
 
     Meshes of (replicate, shard) make it HSDP: sharded inside a replica, summed over all.  `mxep.moe.Experts` whose shards no other rank has
     (a `dp_mod_ep` of one rank) stay out of it: nothing is to be gathered or summed, and FSDP would cast and copy them all the same.
-    bf16 ones whose gradients are `accumulates` do not, since FSDP adds up in `reduce_dtype`, and autograd in bf16.
-    They read their own parameters in `param_dtype` (`Experts.compute_dtype`).  Each `mxep.moe.Router` whose product is in float32
+    They read their own parameters in `param_dtype` (`Experts.compute_dtype`).  With `accumulates`, bf16 experts that train are wrapped too:
+    FSDP adds their gradients up in `reduce_dtype`, where autograd would add in bf16.  Each `mxep.moe.Router` whose product is in float32
     (`MoEConfig.router_dtype`) is a unit of its own that gathers its gate in float32 and casts none of its inputs; the block around it
     prefetches it, and it stays gathered until backward has gone by.
 
@@ -114,23 +114,23 @@ def apply_fsdp(
 
 def _free_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
     """Without gradients no backward follows that would free what its units keep gathered: the next forward would read old values."""
-    if not torch.is_grad_enabled() and model not in _evaluating:
+    if not torch.is_grad_enabled() and model not in _reshard_later:
         for unit in model.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
 
 
-_evaluating = set[nn.Module]()
+_reshard_later = set[nn.Module]()
 
 
 @contextlib.contextmanager
-def one_evaluation(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Several forwards without gradients, of unchanged weights: what one gathers stays for the next."""
-    _evaluating.update(models)
+def reshard_once(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Around several forwards without gradients: models of `apply_fsdp` are resharded at the end, and not after each forward."""
+    _reshard_later.update(models)
     try:
         yield
     finally:
-        _evaluating.difference_update(models)
+        _reshard_later.difference_update(models)
         for model in models:
             _free_after_evaluation(model, (), None)
 

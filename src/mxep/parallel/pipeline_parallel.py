@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
 from mxep.mx.first_order import first_order
-from mxep.parallel.data_parallel import one_evaluation
+from mxep.parallel.data_parallel import reshard_once
 
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
 STAGES_PER_RANK = {"1F1B": 1, "Interleaved1F1B": 2}
@@ -127,7 +127,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor, documents: tuple[Any, ...] | None = None) -> Tensor:
         """As `step`, without gradients."""
-        with one_evaluation(self._modules):
+        with reshard_once(self._modules):
             return self._run(self.schedule.eval, inputs, labels, 1.0, documents)
 
     def _run(self, run: Callable, inputs: Tensor, labels: Tensor, divisor: float | Tensor, documents: tuple[Any, ...] | None) -> Tensor:

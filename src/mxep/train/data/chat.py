@@ -165,7 +165,7 @@ class ChatRows:
 
     dtype = np.dtype(np.uint32)
     text_files = False
-    beside = (_TOOLS, _VALUES)
+    optional_columns = (_TOOLS, _VALUES)
 
     def __init__(self, tokenizer: Tokenizer, assistant_only_loss: bool = True, field: str = TEXT_FIELD) -> None:
         self.template = ChatTemplate(tokenizer)
@@ -180,7 +180,7 @@ class ChatRows:
 
     def columns(self, names: Sequence[str], where: str) -> list[str]:
         """The columns of a conversation that a table has."""
-        others = [name for name in self.beside if name in names]
+        others = [name for name in self.optional_columns if name in names]
         if self.field in names:
             return [self.field, *others]
         if set(_PAIR) <= set(names):

@@ -210,7 +210,7 @@ class TrainingSequences:
         begins = [self.start_of(first + i) for i in range(self.batch)]
         rows = np.stack([self._tokens_from(begin) for begin in begins])
         self.sequences += self.world * self.batch
-        return Batch(ids_of(rows[:, :-1]), targets_of(rows[:, 1:]), self._documents(begins))
+        return Batch(ids_of(rows[:, :-1]), targets_of(rows[:, 1:]), _documents(self.starts, begins, self.seq_len, len(self.stream)))
 
     def start_of(self, sequence: int) -> int:
         """Index in the stream of the first token of this training sequence, numbered over all ranks and epochs."""
@@ -228,23 +228,17 @@ class TrainingSequences:
         missing = self.seq_len + 1 - len(found)
         return np.concatenate([found, self.stream[:missing]]) if missing else found
 
-    def _documents(self, begins: Sequence[int]) -> PackedDocuments | None:
-        """The documents of sequences that begin at `begins`; None without `starts`."""
-        if self.starts is None:
-            return None
-        rows = []
-        for begin in begins:
-            until_end = min(self.seq_len, len(self.stream) - begin)
-            parts = (begin, until_end), (0, self.seq_len - until_end)
-            rows.append(np.concatenate([positions_in_documents(self.starts, first, tokens) for first, tokens in parts if tokens]))
-        return PackedDocuments.of(torch.from_numpy(np.stack(rows)))
 
-
-def _held_out_documents(starts: np.ndarray | None, begins: Sequence[int], seq_len: int) -> PackedDocuments | None:
-    """The documents of sequences that begin at `begins`; None without `starts`."""
+def _documents(starts: np.ndarray | None, begins: Sequence[int], seq_len: int, ring: int | None = None) -> PackedDocuments | None:
+    """The documents of sequences that begin at `begins`; None without `starts`. `ring`: tokens of a stream that begins anew at its end."""
     if starts is None:
         return None
-    return PackedDocuments.of(torch.from_numpy(np.stack([positions_in_documents(starts, begin, seq_len) for begin in begins])))
+    rows = []
+    for begin in begins:
+        until_end = seq_len if ring is None else min(seq_len, ring - begin)
+        parts = (begin, until_end), (0, seq_len - until_end)
+        rows.append(np.concatenate([positions_in_documents(starts, first, tokens) for first, tokens in parts if tokens]))
+    return PackedDocuments.of(torch.from_numpy(np.stack(rows)))
 
 
 def held_out_batches(
@@ -272,5 +266,5 @@ def held_out_batches(
             tokens = stream[start : start + seq_len + 1]
             inputs[row, : len(tokens) - 1] = ids_of(tokens[:-1])
             labels[row, : len(tokens) - 1] = targets_of(tokens[1:])
-        result.append(Batch(inputs, labels, _held_out_documents(starts, begins, seq_len)))
+        result.append(Batch(inputs, labels, _documents(starts, begins, seq_len)))
     return result

@@ -47,8 +47,8 @@ class RowReader(Protocol):
     text_files: bool
 
     @property
-    def beside(self) -> Sequence[str]:
-        """Columns without which a row may be, and which alone are no document."""
+    def optional_columns(self) -> Sequence[str]:
+        """Columns that a row may lack. A row that has no other value is no document."""
 
     def columns(self, names: Sequence[str], where: str) -> list[str]:
         """The columns of a table that are read. Raises ValueError if it lacks them; `where` begins the message."""
@@ -63,7 +63,7 @@ class TextRows:
 
     field: str = TEXT_FIELD
     text_files = True
-    beside = ()
+    optional_columns = ()
 
     def columns(self, names: Sequence[str], where: str) -> list[str]:
         """The field's column."""
@@ -254,7 +254,7 @@ def _read_table(path: Path, rows: RowReader) -> Iterator[bytes]:
                 for start in range(0, len(batch), _ROWS):
                     for row in batch.slice(start, _ROWS).to_pylist():
                         number += 1
-                        if any(value is not None for name, value in row.items() if name not in rows.beside):
+                        if any(value is not None for name, value in row.items() if name not in rows.optional_columns):
                             yield rows.document(_without_none(row), f"{path} row {number}")
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise ValueError(f"data: {path} is not a readable {kind} file: {error}") from error
