@@ -6,6 +6,7 @@ that return something.  Only here are e4m3 data and e8m0 scales two separate arg
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -293,8 +294,11 @@ class _Forms(dict[str, Callable[..., Any]]):
         return form
 
 
+forms_of: Callable[[str], _Forms] = functools.cache(_Forms)  # of the operator of that name
+
+
 def _direct(name: str) -> Callable[..., Any]:
-    forms = _Forms(name)
+    forms = forms_of(name)
 
     def call(first: torch.Tensor, *rest: Any, **options: Any) -> Any:
         given = first, *rest, *options.values()

@@ -301,7 +301,7 @@ def test_a_thread_without_a_context_gets_torchs(driver: Driver):
 
 def test_an_error_of_the_driver_is_raised(driver: Driver):
     driver.launch = lambda *_: 700
-    with pytest.raises(RuntimeError, match="nothing: cuLaunchKernelEx of 3 x 32: CUDA error 700"):
+    with pytest.raises(RuntimeError, match="nothing: cuLaunchKernelEx with 32 threads a block: CUDA error 700"):
         nvrtc.Kernel("nothing", (), {}, threads=32).launch(0, 3)
 
 

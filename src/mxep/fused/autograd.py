@@ -10,13 +10,14 @@ backward  dispatch the output's gradient, the experts' backward chunk by chunk, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mxep.comm import transport_of
 from mxep.fused.dispatcher import TokenDispatcher
 from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks, concat_chunks
 from mxep.fused.make_dispatcher import make_dispatcher
@@ -25,13 +26,14 @@ from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.grouped_mm.products import empty_wgrad, saved_tensors, shared_form
 from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import (
+    NO_FORMS,
     TENSORS,
     ExpertGemms,
-    ExpertLora,
     ExpertRows,
     ExpertWeights,
     GateUp,
     NeedsGrad,
+    WeightForms,
     activation_gradients,
     down_bias_gradients,
     down_gemm,
@@ -46,6 +48,7 @@ from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct
 from mxep.ops.activation.functions import SwiGLU
+from mxep.ops.runtime.replay import replayed
 from mxep.recipe import Recipe
 
 OUTSIDE_OF_GRAPHS = "fused_moe and fused_experts may read the splits of their exchanges on the host; compile the code around them"
@@ -151,6 +154,8 @@ def _backward_over_chunks(
     options: FusedOptions,
     caches: Caches,
     needs: NeedsGrad,
+    forms: WeightForms,
+    forward: WeightForms,
 ) -> tuple[_GradientReturn, list[Tensor | None]]:
     """From the output's gradient (R, D) as it was received: what is on its way to the tokens' ranks, and the gradients of `weights`."""
     gemm = options.experts.gemm
@@ -171,8 +176,9 @@ def _backward_over_chunks(
 
     values = grad if weights.b2 is not None and (needs.b2 or needs.scores) else None  # as they came, for b2
     grad = shared_form(grad, gemm)
-    dgrad = saved.gate_up_weight, saved.gate_up_weight_scale, saved.down_weight, saved.down_weight_scale
-    gemms = expert_gemms(weights, options.experts, caches, not chunks.single(), dgrad)
+    made = (saved.gate_up_weight, saved.gate_up_weight_scale), (saved.down_weight, saved.down_weight_scale)
+    dgrad = [form if form[0] is not None else cached for form, cached in zip(made, forms, strict=True)]
+    gemms = expert_gemms(weights, options.experts, caches, not chunks.single(), dgrad, forward)
     grads = {} if _writes_new_gradients(gemms, options, chunks) else _empty_grads(weights, gemms, needs)
     for chunk in chunks:
         bias_scores = None if values is None else down_bias_gradients(values, weights, chunk, needs, grads)
@@ -196,6 +202,175 @@ def _backward_over_chunks(
     return returned, [None if value is None or name not in grads else grads.pop(name).to(value.dtype) for name, value in own]
 
 
+class _CallOptions(NamedTuple):
+    """What a call depends on besides its tensors; hashable.
+
+    Attributes:
+        fused: the options.  needs: which inputs need a gradient.  saves: whether there will be a backward.
+        saves_x: whether the router's weight needs a gradient, which reads the tokens.
+        autocast: whether it is on.
+        caches: of the weights' quantised forms.
+    """
+
+    fused: FusedOptions
+    needs: NeedsGrad
+    saves: bool
+    saves_x: bool
+    autocast: bool = False
+    caches: Caches = (None, None)
+
+
+class _Dispatched(NamedTuple):
+    """What `_forward` leaves for `_outputs`."""
+
+    dispatcher: TokenDispatcher
+    rows: Tensor  # (R, D), the dispatched tokens
+    first: GateUp | None  # of the last chunk
+    forms: WeightForms  # what the two GEMMs read of their weights, as far as it is made
+    bounds: ChunkBounds | None
+
+
+def _forward(
+    call: _CallOptions,
+    x: Tensor,
+    router: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    expert_bias: Tensor | None,
+    experts: Tensor | None,
+    scores: Tensor | None,
+    forms: WeightForms,
+) -> tuple[Any, ...]:
+    """Options with those that the tokens decide; counts, shares and z; `_Dispatched`; and what backward reads: `SavedTensors`, the
+    dispatcher without tensors, and its tensors.  `forms`: of the weights, from caches."""
+    options, needs, saves, saves_x, autocast, caches = call
+    weights, runtime, modes = ExpertWeights.of(tensors), options.runtime, options.scaling_modes
+    alignment, config = options.recipe.group_size_multiple_of, options.router
+    logits = counts = shares = z = columns = None
+    if router is not None:
+        logits, (scores, experts, counts, shares, z) = route_tokens(x, router, expert_bias, config)
+    assert experts is not None
+    assert scores is not None
+    if router is None:
+        options = options._replace(score_dtype=scores.dtype)
+        experts, scores, columns = direct.sort_topk(experts, scores, config.num_experts, *allowed_topk(options.group_name, runtime))
+    spec = options.spec
+    if saves:
+        spec = spec._replace(gradients=_gradient_flags(needs, runtime.redispatch_x_in_backward))
+    dispatcher, rows = make_dispatcher(spec, experts, scores, x, modes.dispatch, options.group_name, saves)
+    if options.recipe.hp_below_rows:
+        options = options.for_rows(dispatcher.tokens)
+    gemm = options.experts.gemm
+    rows = shared_form(rows, gemm)  # (R, D)
+    chunks = ExpertChunks.of(dispatcher, runtime.scratch_rows, alignment)
+    gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single(), forward=forms)
+    # Of the last chunk alone: backward makes gate and up of the others again.
+    keeps = saves and runtime.keep_first_product
+    makes_both = saves and runtime.keep_dgrad_weights and gemm is not None and gemm.rebased is not None
+    gate_up_form = gemms[0].make_both() if makes_both and needs.saves_gate_up_weight else (None, None)
+    first = gate_up_gemm(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
+    down_form = gemms[1].make_both() if makes_both and needs.w2 else (None, None)
+    left = _Dispatched(dispatcher, rows, first, (gemms[0].made("forward"), gemms[1].made("forward")), chunks.bounds)
+    if not saves:
+        return options, counts, shares, z, left, None, None, ()
+    gate_up, xa = (None, None) if first is None else first[:2]  # (P, 2H), (P, r)
+    reads_rows = needs.reads_x or gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)
+    kept_rows = rows if reads_rows and not runtime.redispatch_x_in_backward else None
+    kept_x = x if saves_x or (reads_rows and kept_rows is None) else None
+    # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
+    recomputes = kept_x is not None and (config.router_dtype == "fp32" or not autocast)
+    kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
+    rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
+    saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
+    return options, counts, shares, z, left, saved, *dispatcher.for_backward(reads_experts=router is not None and needs.scores)
+
+
+def _outputs(
+    call: _CallOptions,
+    rows: Tensor,
+    dispatcher: TokenDispatcher,
+    first: GateUp | None,
+    forms: WeightForms,
+    tensors: Sequence[Tensor | None],
+    bounds: ChunkBounds | None,
+) -> Tensor:
+    """The experts' outputs, summed for each token: (T, D)."""
+    options, weights = call.fused, ExpertWeights.of(tensors)
+    chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of, bounds)
+    gemms = expert_gemms(weights, options.experts, call.caches, keep=not chunks.single(), forward=forms)
+    reduction = ChunkedReduction(dispatcher.combine)
+    for chunk in chunks:
+        kept = first if chunk.last and first is not None else gate_up_gemm(rows, weights, gemms, chunk, options.experts)
+        out = down_gemm(kept, weights, gemms, chunk, options.experts)  # (P, D)
+        del kept
+        assert chunk.grad_map is not None
+        if chunk.last:
+            earlier = None if chunk.chunk is None else reduction.finish(out, chunk.grad_map, chunk.chunk)
+            return dispatcher.combine.to_tokens(out, options.scaling_modes.combine, earlier=earlier)
+        assert chunk.chunk is not None
+        reduction.add(out, chunk.grad_map, chunk.chunk)
+        del out
+    raise AssertionError("there is always a last chunk")
+
+
+def _backward(
+    call: _CallOptions,
+    dy: Tensor,
+    d_shares: Tensor | None,
+    d_z: Tensor | None,
+    saved: SavedTensors,
+    router: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    bare: TokenDispatcher,
+    of_dispatcher: tuple[Tensor, ...],
+    forms: WeightForms,
+    forward: WeightForms,
+    bounds: ChunkBounds | None,
+) -> tuple[Any, ...]:
+    """Gradients of x, of the router's weight, of the weights, and of the scores (T, C), from the output's (T, D).
+
+    `forms`, `forward`: what dgrad and forward read of the weights, from caches.
+    """
+    options, needs, config = call.fused, call.needs, call.fused.router
+    weights, dispatcher = ExpertWeights.of(tensors), bare.refilled(of_dispatcher)
+    grad = dispatcher.combine.to_experts(dy, options.scaling_modes.combine_backward)  # (R, D)
+    chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of, bounds)
+    returned, d_weights = _backward_over_chunks(grad, saved, weights, dispatcher, chunks, options, call.caches, needs, forms, forward)
+    d_x = d_router = of_router = None
+    d_scores = None if returned.scores is None else returned.scores()  # (T, C)
+    if router is not None and d_scores is not None:
+        logits = saved.logits
+        if logits is None:
+            assert saved.x is not None
+            with torch.autocast(dy.device.type, enabled=False):  # as in forward, whatever is on around backward
+                logits = logits_of(saved.x, router, config.router_dtype)
+        dtype = torch.float32 if config.router_dtype == "fp32" else dy.dtype
+        d_logits = router_gradients(logits, dispatcher.experts, d_scores, d_shares, d_z, config, dtype)  # (T, E)
+        assert not call.saves_x or saved.x is not None
+        tokens, d_scores = saved.x if call.saves_x else None, None
+        of_router, d_router = logits_backward(d_logits, tokens, router, config.router_dtype, dy.dtype, needs.x)
+    if needs.x:
+        assert returned.rows is not None
+        d_x = returned.rows(of_router)  # (T, D), the router's part is the last term
+    return d_x, d_router, d_weights, d_scores
+
+
+def _stays_here(options: FusedOptions, device: torch.device) -> bool:
+    """Whether a call sends nothing and reads nothing on the host: one rank, all rows at once."""
+    if isinstance(options.runtime.scratch_rows, int):
+        return False
+    transport = transport_of(options.group_name, device) if options.group_name else None
+    return transport is None or (transport.world == 1 and transport.name == "collective")
+
+
+def _cached_forms(call: _CallOptions, weights: ExpertWeights, gate_up: str, down: str) -> WeightForms:
+    """The forms of these names, "" for none, of the weights of gate and up and of down, where caches keep them."""
+    if call.caches == (None, None) or call.fused.experts.gemm is None:
+        return NO_FORMS
+    both = zip(expert_gemms(weights, call.fused.experts, call.caches), (gate_up, down), strict=True)
+    first, second = (gemm.cached(which) if which else (None, None) for gemm, which in both)
+    return first, second
+
+
 @first_order
 class _FusedMoE(torch.autograd.Function):
     @staticmethod
@@ -207,101 +382,52 @@ class _FusedMoE(torch.autograd.Function):
         `rest`: the weights' tensors, and what the next line names; options are `FusedOptions`.
         """
         *tensors, expert_bias, experts, scores, options, caches, grad_enabled = rest
-        w1, w2, w3, b1, b2, b3, *lora = tensors
-        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
-        runtime, modes = options.runtime, options.scaling_modes
-        alignment, config = options.recipe.group_size_multiple_of, options.router
-        logits = counts = shares = z = columns = None
-        if router is not None:
-            logits, (scores, experts, counts, shares, z) = route_tokens(x, router, expert_bias, config)
-        assert experts is not None
-        assert scores is not None
-        if router is None:
-            options = options._replace(score_dtype=scores.dtype)
-            experts, scores, columns = direct.sort_topk(experts, scores, config.num_experts, *allowed_topk(options.group_name, runtime))
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
-        spec = options.spec
+        call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], torch.is_autocast_enabled(x.device.type), caches)
+        run, forms = _run, NO_FORMS
+        if _stays_here(options, x.device):
+            run = replayed
+            if caches != (None, None):
+                call = call._replace(fused=options.for_rows(x.shape[0]))
+                forms = _cached_forms(call, ExpertWeights.of(tensors), "forward", "forward")
+                call = call._replace(caches=(None, None))
+        made = run(_forward, call, x, router, tensors, expert_bias, experts, scores, forms)
+        call, (counts, shares, z, left, saved, bare, of_dispatcher) = call._replace(fused=made[0]), made[1:]
         if saves:
-            spec = spec._replace(gradients=_gradient_flags(needs, runtime.redispatch_x_in_backward))
-        dispatcher, rows = make_dispatcher(spec, experts, scores, x, modes.dispatch, options.group_name, saves)
-        if options.recipe.hp_below_rows:
-            options = options.for_rows(dispatcher.tokens)
-        gemm = options.experts.gemm
-        rows = shared_form(rows, gemm)  # (R, D)
-        chunks = ExpertChunks.of(dispatcher, runtime.scratch_rows, alignment)
-        gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single())
-        # Of the last chunk alone: backward makes gate and up of the others again.
-        keeps = saves and runtime.keep_first_product
-        makes_both = saves and runtime.keep_dgrad_weights and gemm is not None and gemm.rebased is not None
-        gate_up_form = gemms[0].make_both() if makes_both and needs.saves_gate_up_weight else (None, None)
-        kept = gate_up_gemm(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
-        down_form = gemms[1].make_both() if makes_both and needs.w2 else (None, None)
-        gate_up, xa = (None, None) if kept is None else kept[:2]  # (P, 2H), (P, r)
-
-        def outputs() -> Tensor:
-            reduction = ChunkedReduction(dispatcher.combine)
-            for chunk in chunks:
-                first = kept if chunk.last and kept is not None else gate_up_gemm(rows, weights, gemms, chunk, options.experts)
-                out = down_gemm(first, weights, gemms, chunk, options.experts)  # (P, D)
-                del first
-                assert chunk.grad_map is not None
-                if chunk.last:
-                    earlier = None if chunk.chunk is None else reduction.finish(out, chunk.grad_map, chunk.chunk)
-                    return dispatcher.combine.to_tokens(out, modes.combine, earlier=earlier)  # (T, D)
-                assert chunk.chunk is not None
-                reduction.add(out, chunk.grad_map, chunk.chunk)
-                del out
-            raise AssertionError("there is always a last chunk")
-
-        if saves:
-            reads_rows = needs.reads_x or gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)
-            kept_rows = rows if reads_rows and not runtime.redispatch_x_in_backward else None
-            kept_x = x if ctx.needs_input_grad[1] or (reads_rows and kept_rows is None) else None
-            # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
-            recomputes = kept_x is not None and (config.router_dtype == "fp32" or not torch.is_autocast_enabled(x.device.type))
-            kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
-            rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
-            saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
-            ctx.dispatcher, of_dispatcher = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
-            bounds = (None, None) if chunks.bounds is None else (chunks.bounds.on_device, chunks.bounds.on_host)
+            bounds = (None, None) if left.bounds is None else (left.bounds.on_device, left.bounds.on_host)
             ctx.save_for_backward(*saved, router, *tensors, *of_dispatcher, *bounds)
-            ctx.options, ctx.caches, ctx.output = options, caches, (x.shape, x.dtype, x.device)
+            ctx.call, ctx.caches, ctx.dispatcher, ctx.output = call, caches, bare, (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
+        config = options.router
         off = counts, None if config.balance_loss else shares, None if config.z_loss else z
         ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
+        dispatcher, rows, first, forms, bounds = left
+        outputs = partial(run, _outputs, call, rows, dispatcher, first, forms, tensors, bounds)
         return x.new_empty_strided(x.shape, (0, 0)), counts, shares, z, outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        (*tensors, on_device, on_host), options, config = ctx.saved_tensors, ctx.options, ctx.options.router
-        saved, rest = SavedTensors(*tensors[: len(SavedTensors._fields)]), tensors[len(SavedTensors._fields) :]
-        router, weights = rest[0], ExpertWeights.of(rest[1 : 1 + _NUM_WEIGHTS])
-        needs, needs_router = _needs_grad(ctx, router is not None), ctx.needs_input_grad[1]
-        dispatcher = ctx.dispatcher.refilled(rest[1 + _NUM_WEIGHTS :])
+        (*saved, on_device, on_host), call, split = ctx.saved_tensors, ctx.call, len(SavedTensors._fields)
+        router, tensors, of_dispatcher = saved[split], saved[split + 1 : split + 1 + _NUM_WEIGHTS], saved[split + 1 + _NUM_WEIGHTS :]
+        call = call._replace(needs=_needs_grad(ctx, router is not None), saves_x=ctx.needs_input_grad[1])
         shape, dtype, device = ctx.output
         dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
-        grad = dispatcher.combine.to_experts(dy, options.scaling_modes.combine_backward)  # (R, D)
+        run, forms, forward = _run, NO_FORMS, NO_FORMS
+        if _stays_here(call.fused, device):
+            run, needs = replayed, call.needs
+            if ctx.caches != (None, None):
+                cached, weights = call._replace(caches=ctx.caches), ExpertWeights.of(tensors)
+                forms = _cached_forms(cached, weights, "dgrad" * needs.x, "dgrad" * needs.activation)
+                forward = _cached_forms(cached, weights, "forward" * (needs.activation and not call.fused.runtime.keep_first_product), "")
         bounds = None if on_host is None else ChunkBounds(on_device, on_host)
-        chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of, bounds)
-        returned, d_weights = _backward_over_chunks(grad, saved, weights, dispatcher, chunks, options, ctx.caches, needs)
-        d_x = d_router = of_router = None
-        d_scores = None if returned.scores is None else returned.scores()  # (T, C)
-        if router is not None and d_scores is not None:
-            logits = saved.logits
-            if logits is None:
-                assert saved.x is not None
-                with torch.autocast(dy.device.type, enabled=False):  # as in forward, whatever is on around backward
-                    logits = logits_of(saved.x, router, config.router_dtype)
-            dtype = torch.float32 if config.router_dtype == "fp32" else dy.dtype
-            d_logits = router_gradients(logits, dispatcher.experts, d_scores, grads[2], grads[3], config, dtype)  # (T, E)
-            assert not needs_router or saved.x is not None
-            tokens, d_scores = saved.x if needs_router else None, None
-            of_router, d_router = logits_backward(d_logits, tokens, router, config.router_dtype, dy.dtype, needs.x)
-        if needs.x:
-            assert returned.rows is not None
-            d_x = returned.rows(of_router)  # (T, D), the router's part is the last term
+        of_forward = SavedTensors(*saved[:split]), router, tensors, ctx.dispatcher, of_dispatcher, forms, forward, bounds
+        d_x, d_router, d_weights, d_scores = run(_backward, call, dy, *grads[2:4], *of_forward)
         return d_x, d_router, *d_weights, None, None, d_scores, None, None, None
+
+
+def _run(function: Callable[..., Any], options: _CallOptions, *arguments: Any) -> Any:
+    return function(options, *arguments)
 
 
 class _Outputs(torch.autograd.Function):

@@ -35,6 +35,7 @@ from mxep.mx.rows import scatter
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
+from mxep.ops.runtime.replay import replayed
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
 
@@ -79,21 +80,41 @@ def multiply(
 
     `lora`: as in `multiply_rows`.
     """
-    pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
-    weights = Weights(w, None, gemm, kept, dtype=weight_dtype)
     # dgrad multiplies on the path of a's dtype.  A frozen weight keeps no second form.
     one_path = gemm is not None and (a.dtype == gemm.out_dtype or gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype))
-    for_dgrad = one_path and all(ctx.needs_input_grad[:2])
+    ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
+    ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+    form = (None, None) if kept is None or gemm is None else Weights(w, None, gemm, kept, dtype=weight_dtype).cached("forward")
+    for_dgrad = one_path and all(ctx.needs_input_grad[:2]) and form[0] is None
+    out, *saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad), a, w, offs, bias, *form, *(lora or (None, None)))
+    assert out is not None
+    return out, (*saved, w)
+
+
+def _multiply(
+    options: tuple[GemmOptions | None, torch.dtype | None, bool],
+    a: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    data: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    inner: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """What `multiply` does on the device: the result, and what is saved but for w. `data` and `scale`: of w, from a cache."""
+    gemm, weight_dtype, for_dgrad = options
+    pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
+    weights = Weights(w, None, gemm, dtype=weight_dtype, forward=(data, scale))
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
+    lora = None if inner is None or lora_b is None else (inner, lora_b)
     out, operand, _ = multiply_rows(a, weights, "forward", ends, pad_map, lora=lora)
     assert out is not None
     if pad_map is not None:
         out = scatter(out, pad_map, a.shape[0])
     # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
-    saved = *saved_tensors(operand), w, pad_map, None if pad_map is None else ends, *dgrad_form
-    ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
-    ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-    return out if bias is None else add_bias_rows(out, bias, offs), saved
+    saved = *saved_tensors(operand), pad_map, None if pad_map is None else ends, *dgrad_form
+    return out if bias is None else add_bias_rows(out, bias, offs), *saved
 
 
 def gradients(
@@ -110,15 +131,40 @@ def gradients(
 
     `lora`: as in `multiply_rows`.
     """
-    data, scale, w, pad_map, ends, *dgrad_form = saved
-    gemm, (num_rows, a_dtype) = ctx.gemm, ctx.a_like
-    ends = offs if pad_map is None else ends
+    *of_rows, dgrad_data, dgrad_scale, w = saved
+    form = dgrad_data, dgrad_scale
+    d_gemm = ctx.gemm if ctx.gemm is None or ctx.gemm.out_dtype == ctx.a_like[1] else ctx.gemm.with_out_dtype(ctx.a_like[1])
+    if needs_a and ctx.kept is not None and d_gemm is not None:
+        form = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=form).cached("dgrad")
+    needs = needs_a, needs_w, needs_bias and ctx.bias_like is not None
+    options = ctx.gemm, d_gemm, ctx.a_like, ctx.weight_dtype, ctx.bias_like, needs
+    d_a, d_w, d_bias = replayed(_gradients, options, grad, *of_rows, *form, w, offs, ctx.main_grad, *(lora or (None, None)))
+    return d_a, d_w, d_bias
+
+
+def _gradients(
+    options: tuple[Any, ...],
+    grad: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    pad_map: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    dgrad_data: torch.Tensor | None,
+    dgrad_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    offs: torch.Tensor,
+    main_grad: torch.Tensor | None,
+    inner: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """What `gradients` does on the device."""
+    gemm, d_gemm, (num_rows, a_dtype), weight_dtype, bias_like, (needs_a, needs_w, needs_bias) = options
+    ends = offs if ends is None else ends
     grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
-    d_w = d_bias = None
-    if ctx.bias_like is not None and needs_bias:
-        d_bias = bias_grad(dequantize_data(grad), offs, *ctx.bias_like)
-    d_gemm = gemm if gemm is None or gemm.out_dtype == a_dtype else gemm.with_out_dtype(a_dtype)
-    weights = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=tuple(dgrad_form))
+    d_w = None
+    d_bias = bias_grad(dequantize_data(grad), offs, *bias_like) if needs_bias else None
+    weights = Weights(w, None, d_gemm, dtype=weight_dtype, dgrad=(dgrad_data, dgrad_scale))
+    lora = None if inner is None or lora_b is None else (inner, lora_b)
     d_a, operand, row_map = multiply_rows(grad, weights, "dgrad", ends, pad_map, needs_a, needs_w, lora)
     if d_a is not None and pad_map is not None:
         d_a = scatter(d_a, pad_map, num_rows)
@@ -126,10 +172,10 @@ def gradients(
         maps = row_map, row_map
         assert operand is not None
         both = operand, saved_operand(data, scale, a_dtype, gemm)
-        if ctx.main_grad is None:
+        if main_grad is None:
             d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)
         else:
-            add_wgrad(ctx.main_grad, *both, ends, gemm, *maps)
+            add_wgrad(main_grad, *both, ends, gemm, *maps)
     return d_a, d_w, d_bias
 
 

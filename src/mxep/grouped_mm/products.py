@@ -254,7 +254,7 @@ class Weights:
         cache: keeps quantised forms from call to call; None, or a cache that is switched off now, keeps none.
         keep: whether this object keeps each form that it has made.  Several chunks share it then; for one chunk it would only take memory.
         dtype: to which high-precision GEMMs round the weights, None: not at all.  `gemm.weight_dtype` says so for the others.
-        dgrad: data and scale that `make_both` returned in forward; None, or a pair of None, if it made none.
+        forward, dgrad: data and scale of forms that are made already; None, or a pair of None, for none.
     """
 
     def __init__(
@@ -266,6 +266,7 @@ class Weights:
         keep: bool = False,
         dtype: torch.dtype | None = None,
         dgrad: SavedForm | None = None,
+        forward: SavedForm | None = None,
     ) -> None:
         self.gemm, self._dtype = gemm, dtype if gemm is None else gemm.weight_dtype
         parts: tuple[Tensor, ...] = (first,) if second is None else (first, second)
@@ -280,8 +281,9 @@ class Weights:
         self._cache = cache if cache is not None and not self._frozen and cache.cache.serves() else None
         self._concat: Tensor | None = None
         self._forms: dict[str, Bytes] = {}
-        if dgrad is not None and dgrad[0] is not None and dgrad[1] is not None:
-            self._forms["dgrad"] = dgrad[0], dgrad[1]
+        for which, made in zip(_DIRECTIONS, (forward, dgrad), strict=True):
+            if made is not None and made[0] is not None and made[1] is not None:
+                self._forms[which] = made[0], made[1]
 
     @property
     def transposed(self) -> bool:
@@ -330,6 +332,14 @@ class Weights:
         if self._keep and self._cache is None:
             self._forms[which] = made
         return made
+
+    def made(self, which: str) -> SavedForm:
+        """What `quantized` would return without any work, a pair of None for none."""
+        return self._forms.get(which, (None, None))
+
+    def cached(self, which: str) -> SavedForm:
+        """What `quantized` returns if a cache keeps it, else a pair of None."""
+        return self.quantized(which) if self._cache is not None else (None, None)
 
     def make_both(self) -> SavedForm:
         """Make what "forward" and "dgrad" read in one pass: for 1.4 times the cost of one of them.

@@ -29,6 +29,7 @@ from mxep.grouped_mm.products import (
     Forms,
     GemmOptions,
     Lora,
+    SavedForm,
     Weights,
     as_mx,
     dgrad_form,
@@ -238,6 +239,8 @@ class ActivationGradients(NamedTuple):
 
 
 ExpertGemms = tuple[Weights, Weights]  # gate and up, down
+WeightForms = tuple[SavedForm, SavedForm]  # of gate and up, and of down
+NO_FORMS: WeightForms = (None, None), (None, None)
 
 
 def expert_gemms(
@@ -245,11 +248,13 @@ def expert_gemms(
     options: ExpertOptions,
     caches: tuple[CachedWeight | None, CachedWeight | None],
     keep: bool = False,
-    dgrad: Sequence[Tensor | None] = (None, None, None, None),
+    dgrad: Sequence[SavedForm] = NO_FORMS,
+    forward: Sequence[SavedForm] = NO_FORMS,
 ) -> ExpertGemms:
-    """The weights as the GEMMs read them; `caches` and `keep` as in `Weights`, `dgrad` what `make_both` of each returned."""
-    gate_up = Weights(weights.w1, weights.w3, options.gemm, caches[0], keep, options.weight_dtype, (dgrad[0], dgrad[1]))
-    return gate_up, Weights(weights.w2, None, options.gemm, caches[1], keep, options.weight_dtype, (dgrad[2], dgrad[3]))
+    """The weights as the GEMMs read them; `caches` and `keep` as in `Weights`, `dgrad` and `forward` the forms of each that are made."""
+    dtype = options.weight_dtype
+    gate_up = Weights(weights.w1, weights.w3, options.gemm, caches[0], keep, dtype, dgrad[0], forward[0])
+    return gate_up, Weights(weights.w2, None, options.gemm, caches[1], keep, dtype, dgrad[1], forward[1])
 
 
 def _product(x: Tensor, factor: Tensor | None, rows: ExpertRows, options: ExpertOptions) -> Tensor:

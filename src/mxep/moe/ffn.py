@@ -107,7 +107,7 @@ class _ExpertFFN(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         data, scale, gate_up, xa, offs, dgrad, dgrad_scale, *parts = ctx.saved_tensors
         options, weights, rows, needs = ctx.options, ExpertWeights.of(parts), ExpertRows(offs), _needs_grad(ctx)
-        gemms = expert_gemms(weights, options, ctx.caches, dgrad=(dgrad, dgrad_scale, None, None))
+        gemms = expert_gemms(weights, options, ctx.caches, dgrad=((dgrad, dgrad_scale), (None, None)))
         grad = grads[0] if isinstance(grads[0], MXTensor) else grads[0].contiguous()
         d_x, made = None, dict[str, Tensor]()
         if needs.b2:

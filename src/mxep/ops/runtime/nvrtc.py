@@ -15,12 +15,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import threading
 import warnings
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -196,6 +197,8 @@ class DriverFunction:
 
     def __call__(self, device: torch.device, *arguments: int | bytes) -> None:
         """Call it on a GPU, from any thread. Raises RuntimeError when it fails."""
+        if recorders and (recorder := recorder_here()) is not None:
+            recorder.unknown(self.name)
         if self._function is None and not self.exists():
             raise RuntimeError(f"{self.name}: this machine's driver does not have it, want a newer one")
         status = self._function(*arguments)
@@ -204,6 +207,27 @@ class DriverFunction:
             status = self._function(*arguments)
         if status:
             _check(status, self.name)
+
+
+class Recorder(Protocol):
+    """Wants to know of launches in its thread: see `mxep.ops.runtime.replay`."""
+
+    thread: int
+
+    def kernel(self, kernel: Kernel, function: Any, blocks: int, arguments: Arguments | PackedStructure, own_stream: bool) -> None: ...
+
+    def triton(self, function: Callable[..., None], grid: tuple[int, int], fixed: tuple, values: list[Any], tensors: list[int]) -> None: ...
+
+    def unknown(self, what: str) -> None:
+        """Work of the device that no recording can repeat."""
+
+
+recorders: list[Recorder] = []
+
+
+def recorder_here() -> Recorder | None:
+    """This thread's recorder."""
+    return next((recorder for recorder in recorders if recorder.thread == threading.get_ident()), None)
 
 
 # The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time.
@@ -227,7 +251,7 @@ class _Config(ctypes.Structure):  # CUlaunchConfig of cuda.h
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(blocks: int, threads: int, shared_bytes: int, stream: int) -> Any:
+def launch_config(blocks: int, threads: int, shared_bytes: int, stream: int) -> Any:
     """By reference. Kept: ctypes takes longer over that many numbers than over all else of a launch."""
     return ctypes.byref(_Config(blocks, 1, 1, threads, 1, 1, shared_bytes, stream, None, 0))
 
@@ -237,10 +261,13 @@ class Arguments:
 
     A tensor passes its address, None a null pointer, an int a C int or long long, a TensorMap its 128 bytes, a ctypes structure itself.
     All of them live as long as this does.
+
+    Attributes:
+        given: what it was made of.
     """
 
     def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
+        self.given = arguments
         words, elsewhere = [], []
         for i, argument in enumerate(arguments):
             if isinstance(argument, int):
@@ -326,15 +353,20 @@ class Kernel:
         function = self._loaded.get(device)
         if function is None:
             function = self._load(device)
+        if recorders and (recorder := recorder_here()) is not None:
+            recorder.kernel(self, function, blocks, arguments, stream is not None)
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(device)
-        config = _config(blocks, self.threads, self.shared_bytes, stream)
-        status = _launch()(config, function, arguments.pointers, None)
+        self.launch_as(launch_config(blocks, self.threads, self.shared_bytes, stream), device, function, arguments.pointers)
+
+    def launch_as(self, config: Any, device: int, function: Any, pointers: Any) -> None:
+        """Launch a loaded function on the current GPU, `device`, from any thread."""
+        status = _launch()(config, function, pointers, None)
         if status == _INVALID_CONTEXT:
             _bind_context(device)
-            status = _launch()(config, function, arguments.pointers, None)
+            status = _launch()(config, function, pointers, None)
         if status:
-            _check(status, f"{self.entry}: cuLaunchKernelEx of {blocks} x {self.threads}")
+            _check(status, f"{self.entry}: cuLaunchKernelEx with {self.threads} threads a block")
 
 
 # ---------------------------------------------------------------- tensor maps
@@ -354,9 +386,10 @@ U8, FLOAT32, BF16 = (0, 1), (7, 4), (9, 2)  # (CUtensorMapDataType, bytes of an 
 
 
 class TensorMap:
-    """A CUtensorMap, 128 bytes on a 64-byte boundary."""
+    """A CUtensorMap, 128 bytes on a 64-byte boundary, and the arguments of `tensor_map` that it was made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, *made_of: Any) -> None:
+        self.made_of = made_of
         self._memory = ctypes.create_string_buffer(192)
         self.address = ctypes.addressof(self._memory) + -ctypes.addressof(self._memory) % 64
 
@@ -367,7 +400,7 @@ def tensor_map(box: Box, address: int, rows: int, columns: int, row_stride: int)
 
     Reads outside give zero, writes outside are dropped.
     """
-    encoded = TensorMap()
+    encoded = TensorMap(box, address, rows, columns, row_stride)
     two64, two32 = ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(encoded.address),

@@ -1,0 +1,66 @@
+"""Launches with fixed arguments as one CUDA graph, which costs the host as much as one of them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from mxep.ops.runtime.nvrtc import DriverFunction
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do what they want
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_POINTER = ctypes.c_void_p
+_create_stream = DriverFunction("cuStreamCreate", _POINTER, ctypes.c_uint)
+_begin = DriverFunction("cuStreamBeginCapture_v2", _POINTER, ctypes.c_int)
+_end = DriverFunction("cuStreamEndCapture", _POINTER, _POINTER)
+_instantiate = DriverFunction("cuGraphInstantiateWithFlags", _POINTER, _POINTER, ctypes.c_ulonglong)
+_destroy_graph = DriverFunction("cuGraphDestroy", _POINTER)
+_launch = DriverFunction("cuGraphLaunch", _POINTER, _POINTER)
+_destroy = DriverFunction("cuGraphExecDestroy", _POINTER)
+fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, _POINTER)  # address, value, bytes, stream
+_capturing = threading.Lock()
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> int:
+    """A stream that only captures use."""
+    stream = _POINTER()
+    _create_stream(device, ctypes.addressof(stream), _NON_BLOCKING)
+    assert stream.value is not None
+    return stream.value
+
+
+class LaunchGraph:
+    """What `launch` puts on the stream that it is given; nothing runs until `run`.
+
+    Args:
+        device: the current GPU.
+        launch: launches kernels and fills memory; allocates nothing.
+    """
+
+    def __init__(self, device: torch.device, launch: Callable[[int], None]) -> None:
+        graph, ready = _POINTER(), _POINTER()
+        with _capturing:
+            stream = _stream_of(device)
+            _begin(device, stream, _RELAXED)
+            try:
+                launch(stream)
+            finally:
+                _end(device, stream, ctypes.addressof(graph))
+        assert graph.value is not None
+        try:
+            _instantiate(device, ctypes.addressof(ready), graph.value, 0)
+        finally:
+            _destroy_graph(device, graph.value)
+        assert ready.value is not None
+        self._device, self._ready = device, ready.value
+        weakref.finalize(self, _destroy, device, self._ready).atexit = False  # the driver waits until it has run
+
+    def run(self, stream: int) -> None:
+        """Launch it on a stream."""
+        _launch(self._device, self._ready, stream)

@@ -1,0 +1,368 @@
+"""What a call does to the device, recorded: allocations, launches and operators of torch, with slots in place of memory."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import is_dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxep.mx.tensor import MXTensor
+from mxep.operators import forms_of
+from mxep.ops.runtime import nvrtc
+from mxep.ops.runtime.nvrtc import Arguments, Kernel, PackedStructure, TensorMap
+
+Where = tuple[int, int]  # a slot, which is the memory of one tensor, and bytes from that tensor's first one on
+
+_KEPT = 1024  # combinations of addresses, of a launch
+_LEAST_ADDRESS = 1 << 32  # of a GPU's memory; no other number that a kernel is given is as large
+PLAIN = {Tensor, torch.nn.Parameter}
+VALUES = {type(None), bool, int, float, str, torch.dtype, torch.Size, torch.device}
+_ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
+
+
+class NotReplayableError(Exception):
+    """A call does something that a recording cannot repeat."""
+
+
+class View:
+    """A tensor that a call makes: a slot's own one, or a view of it with dtype, shape, strides and offset."""
+
+    def __init__(self, slot: int, *layout: Any) -> None:
+        self.slot, self.layout = slot, layout
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, View) and (self.slot, self.layout) == (other.slot, other.layout)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def of(self, held: list[Any]) -> Tensor:
+        base: Tensor = held[self.slot]
+        if not self.layout:
+            return base
+        dtype, *layout = self.layout
+        if base.dtype.itemsize != dtype.itemsize:  # as bytes, whole values of them
+            flat = base.view(-1).view(torch.uint8)
+            base = flat[: flat.numel() // dtype.itemsize * dtype.itemsize]
+        return (base if base.dtype == dtype else base.view(dtype)).as_strided(*layout)
+
+
+class _MX(NamedTuple):
+    """An `MXTensor` that a call makes."""
+
+    dtype: torch.dtype
+    qdata: View
+    scale: View
+
+
+def slots_of(template: Any) -> set[int]:
+    if isinstance(template, View):
+        return {template.slot}
+    parts = template.values() if type(template) is dict else template if isinstance(template, (tuple, list)) else ()
+    return set().union(*map(slots_of, parts))
+
+
+def maker(template: Any) -> Callable[[list[Any]], Any]:
+    """What makes a template's value of the slots' tensors."""
+    if isinstance(template, View):
+        return template.of if template.layout else itemgetter(template.slot)
+    if isinstance(template, _MX):
+        dtype, qdata, scale = template.dtype, maker(template.qdata), maker(template.scale)
+        return lambda held: MXTensor(qdata(held), scale(held), dtype)
+    if not slots_of(template):
+        return lambda held: template
+    kind, named = type(template), hasattr(template, "_fields")
+    if kind is dict:
+        of = {name: maker(part) for name, part in template.items()}
+        return lambda held: {name: make(held) for name, make in of.items()}
+    makers = [maker(part) for part in template]
+    if named:
+        return lambda held: kind(*[make(held) for make in makers])
+    return lambda held: kind([make(held) for make in makers])
+
+
+# ---------------------------------------------------------------- what a call does
+
+
+class Allocation(NamedTuple):
+    """Memory of a slot of its own, with zeros or undefined."""
+
+    slot: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    zeros: bool
+
+    @property
+    def slots(self) -> set[int]:
+        return {self.slot}
+
+
+class Operator(NamedTuple):
+    """An operator of torch, its arguments as a template, and the slots of those of its results that have memory of their own."""
+
+    function: Any
+    arguments: Any
+    results: list[int | None]
+    several: bool
+
+    @property
+    def slots(self) -> set[int]:
+        return slots_of(self.arguments) | {slot for slot in self.results if slot is not None}
+
+
+class _Part(NamedTuple):
+    """An argument of a launch: what of it is fixed, how it is made from addresses, and where these are."""
+
+    fixed: Hashable
+    make: Callable[[list[int]], Any]
+    places: tuple[Where, ...] = ()
+
+
+class KernelLaunch:
+    """A launch of a kernel that NVRTC compiled."""
+
+    def __init__(self, kernel: Kernel, function: Any, device: int, blocks: int, parts: list[_Part]) -> None:
+        self._kernel, self._function, self._device, self._blocks, self._parts = kernel, function, device, blocks, parts
+        self.slots = {slot for part in parts for slot, _ in part.places}
+        self._kept: dict[tuple[int, ...], Arguments] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KernelLaunch) and self._facts() == other._facts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _facts(self) -> tuple:
+        return id(self._kernel), self._device, self._blocks, [(part.fixed, part.places) for part in self._parts]
+
+    def run(self, addresses: list[int], stream: int) -> None:
+        at = tuple([addresses[slot] for slot in self.slots])
+        arguments = self._kept.get(at)
+        if arguments is None:
+            if len(self._kept) == _KEPT:
+                self._kept.clear()
+            made = [part.make([addresses[slot] + offset for slot, offset in part.places]) for part in self._parts]
+            arguments = self._kept[at] = Arguments(*made)
+        config = nvrtc.launch_config(self._blocks, self._kernel.threads, self._kernel.shared_bytes, stream)
+        self._kernel.launch_as(config, self._device, self._function, arguments.pointers)
+
+
+class TritonLaunch:
+    """A launch by the C function of a kernel of Triton's: its values, with 0 in place of addresses, and where these are."""
+
+    def __init__(
+        self, function: Callable[..., None], grid: tuple[int, int], fixed: tuple, values: list[Any], places: list[tuple[int, Where]]
+    ) -> None:
+        self._function, self._grid, self._fixed, self._values, self._places = function, grid, fixed, values, places
+        self.slots = {slot for _, (slot, _) in places}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TritonLaunch) and self._facts() == other._facts()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _facts(self) -> tuple:
+        return id(self._function), self._fixed[:1], self._grid, self._values, self._places
+
+    def run(self, addresses: list[int], stream: int) -> None:
+        values = self._values.copy()
+        for i, (slot, offset) in self._places:
+            values[i] = addresses[slot] + offset
+        self._function(*self._grid, 1, stream, *self._fixed, *values)
+
+
+Step = Allocation | Operator | KernelLaunch | TritonLaunch
+
+
+# ---------------------------------------------------------------- recorder
+
+
+class _Slot:
+    """A tensor, and which addresses are in its storage."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.tensor, self.address, self.storage = tensor, tensor.data_ptr(), storage._cdata
+        self.first = self.address - tensor.storage_offset() * tensor.element_size()
+        self.end = self.first + storage.nbytes()
+
+
+def _layout(tensor: Tensor) -> tuple:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+class CallRecorder(TorchDispatchMode):
+    """Notes what a function does to the device, while it does it."""
+
+    def __init__(self, tensors: Sequence[Tensor], most_bytes: int) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+        self.problem: str | None = None
+        self.steps: list[Step] = []
+        self._left = most_bytes
+        self.slots = [_Slot(tensor) for tensor in tensors]  # held, so that no address is used twice
+
+    def unknown(self, what: str) -> None:
+        """Something that cannot be repeated: nothing more is noted, and no memory held."""
+        self.problem = self.problem or what
+        self.steps, self.slots = [], []
+
+    def _add(self, tensor: Tensor) -> int:
+        self.slots.append(_Slot(tensor))
+        self._left -= tensor.untyped_storage().nbytes()
+        if self._left < 0:
+            raise NotReplayableError("it allocates much")
+        return len(self.slots) - 1
+
+    def where(self, address: int) -> Where | None:
+        """Where an address of the device is; None for a number. Raises NotReplayableError for memory of others."""
+        if -_LEAST_ADDRESS < address < _LEAST_ADDRESS:
+            return None
+        for number, slot in enumerate(self.slots):
+            if slot.first <= address < slot.end:
+                return number, address - slot.address
+        raise NotReplayableError(f"memory at {address:#x}, which it was not given")
+
+    def view(self, tensor: Tensor) -> View:
+        """Which view of which slot a tensor is."""
+        storage, layout = tensor.untyped_storage()._cdata, _layout(tensor)
+        of_storage = [number for number, slot in enumerate(self.slots) if slot.storage == storage]
+        for number in of_storage:
+            if layout == _layout(self.slots[number].tensor):
+                return View(number)
+        for number in of_storage:
+            base = self.slots[number].tensor
+            same_size = tensor.element_size() == base.element_size()
+            if (same_size or base.is_contiguous()) and not base.storage_offset():
+                return View(number, *layout)
+        raise NotReplayableError(f"a {tuple(tensor.shape)} {tensor.dtype} that is no view of what it was given or has made")
+
+    # ---- operators of torch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not set(types) <= PLAIN:  # what it makes of its parts comes here too
+            return NotImplemented
+        if func.namespace == "mxep":  # its launcher: what that does is noted
+            launcher = forms_of(func._schema.name.removeprefix("mxep::"))[args[0].device.type]
+            with self:
+                return launcher(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if self.problem is None:
+            try:
+                self._operator(func, args, kwargs, made)
+            except NotReplayableError as problem:
+                self.unknown(str(problem))
+        return made
+
+    def _operator(self, func: Any, args: tuple, kwargs: dict[str, Any], made: Any) -> None:
+        name, several = func._schema.name.removeprefix("aten::"), isinstance(made, (tuple, list))
+        results = made if several else (made,)
+        if not all(isinstance(result, Tensor) for result in results):
+            raise NotReplayableError(f"{name} returns no tensor")
+        storages = {slot.storage for slot in self.slots}
+        new = [result.untyped_storage()._cdata not in storages for result in results]
+        if not any(new) and not func._schema.is_mutable:
+            return  # views
+        if name in _ALLOCATIONS or (name in _ZEROS and made.is_contiguous()):
+            return self._allocation(made, name in _ZEROS)
+        given = self.template((args, kwargs))
+        slots = [self._add(result) if is_new else None for result, is_new in zip(results, new, strict=True)]
+        self.steps.append(Operator(func, given, slots, several))
+
+    def _allocation(self, made: Tensor, zeros: bool) -> None:
+        nbytes = made.untyped_storage().nbytes()
+        self.steps.append(Allocation(self._add(made), made.shape, made.stride(), made.dtype, made.device, nbytes, zeros))
+
+    def template(self, value: Any) -> Any:
+        """Arguments of an operator, or the function's results, with a `View` in place of each tensor."""
+        kind = type(value)
+        if isinstance(value, MXTensor):
+            return _MX(value.orig_dtype, self.view(value.qdata), self.view(value.scale))
+        if isinstance(value, Tensor):
+            return self.view(value)
+        if isinstance(value, (tuple, list)):
+            parts = [self.template(part) for part in value]
+            if all(part is old for part, old in zip(parts, value, strict=True)):
+                return value
+            return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+        if kind is dict:
+            return {name: self.template(part) for name, part in value.items()}
+        frozen = is_dataclass(value) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        if frozen or kind in VALUES or isinstance(value, (torch.layout, torch.memory_format)):
+            return value
+        raise NotReplayableError(f"a {kind.__name__}, which may differ from call to call")
+
+    # ---- launches
+
+    def kernel(self, kernel: Kernel, function: Any, blocks: int, arguments: Arguments | PackedStructure, own_stream: bool) -> None:
+        """A launch, as `Kernel.run` makes it."""
+        if self.problem is not None:
+            return
+        if own_stream or isinstance(arguments, PackedStructure):
+            return self.unknown(f"{kernel.entry} on a stream of its own, or of a packed structure")
+        try:
+            parts = [self._part(argument) for argument in arguments.given]
+        except NotReplayableError as problem:
+            return self.unknown(str(problem))
+        device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        self.steps.append(KernelLaunch(kernel, function, device, blocks, parts))
+
+    def _part(self, argument: Any) -> _Part:
+        if isinstance(argument, Tensor):
+            argument = argument.data_ptr()
+        if argument is None or isinstance(argument, int):
+            at = None if argument is None else self.where(argument)
+            return _Part(argument, lambda addresses: argument) if at is None else _Part("address", itemgetter(0), (at,))
+        if isinstance(argument, TensorMap):
+            box, address, *layout = argument.made_of
+            at = self.where(address)
+            assert at is not None
+            return _Part((box, *layout), lambda addresses: nvrtc.tensor_map(box, addresses[0], *layout), (at,))
+        found = [(byte, at) for byte, value in _words_of(argument) if (at := self.where(value)) is not None]
+        kind, fixed = type(argument), bytearray(argument)
+        for byte, _ in found:
+            struct.pack_into("<Q", fixed, byte, 0)
+
+        def make(addresses: list[int]) -> Any:
+            content = bytearray(fixed)
+            for (byte, _), address in zip(found, addresses, strict=True):
+                struct.pack_into("<Q", content, byte, address)
+            return kind.from_buffer_copy(content)
+
+        return _Part((bytes(fixed), *(byte for byte, _ in found)), make, tuple(at for _, at in found))
+
+    def triton(self, function: Callable[..., None], grid: tuple[int, int], fixed: tuple, values: list[Any], tensors: list[int]) -> None:
+        """A launch by the C function of a kernel of Triton's; `tensors`: which of its values are addresses."""
+        if self.problem is not None:
+            return
+        try:
+            places = [(i, at) for i in tensors if (at := self.where(values[i])) is not None]
+        except NotReplayableError as problem:
+            return self.unknown(str(problem))
+        template = list(values)
+        for i, _ in places:
+            template[i] = 0
+        self.steps.append(TritonLaunch(function, grid, fixed, template, places))
+
+
+def _words_of(structure: Any, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Byte and value of every field of a ctypes structure that can hold an address."""
+    for name, kind in structure._fields_:
+        value, byte = getattr(structure, name), start + getattr(type(structure), name).offset
+        if isinstance(value, ctypes.Structure):
+            yield from _words_of(value, byte)
+        elif isinstance(value, ctypes.Array):
+            raise NotReplayableError("an array in a structure")
+        elif isinstance(value, int) and ctypes.sizeof(kind) == ctypes.sizeof(ctypes.c_void_p):
+            yield byte, value

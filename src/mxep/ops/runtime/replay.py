@@ -1,0 +1,331 @@
+"""Calls that do the same to the device every time, replayed: allocations and launches alone, without the Python code that decided on them.
+
+For small layers the host's time is most of a call, and most of that is Python: checks, plans, choices of kernels.  All of it depends on
+shapes, layouts and options alone.  `replayed` runs a function of tensors as it is at first, then records twice what it does to the device:
+memory that it allocates, kernels that it launches on which addresses, operators of torch.  If both recordings agree, later calls with
+like tensors repeat them on new memory.  A CUDA graph does the same with fixed addresses; here each call allocates its memory from torch.
+
+What a recording cannot repeat is noticed, and such calls run as they are: reads by the host, memory that the function was not given, work
+on another stream, anything that differs from call to call.  So do calls that allocate much: the device takes longer than the host there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxep.device import checking, is_capturing
+from mxep.mx.tensor import MXTensor
+from mxep.ops.runtime import nvrtc
+from mxep.ops.runtime.launch_graph import LaunchGraph, fill_bytes
+from mxep.ops.runtime.recording import (
+    PLAIN,
+    VALUES,
+    Allocation,
+    CallRecorder,
+    KernelLaunch,
+    NotReplayableError,
+    Operator,
+    Step,
+    TritonLaunch,
+    maker,
+    slots_of,
+)
+from mxep.shapes import round_up
+
+_PLAIN_CALLS = 2  # before the first recording: kernels get compiled, caches filled
+_RECORDINGS = 4  # until two that follow each other agree
+_MOST_BYTES = 4 << 30  # that a recorded call may allocate
+_SHARE = 4  # of the free memory, that a recording may hold
+_KEPT = 1024  # calls
+_LARGE = 16 << 20  # bytes of memory that is allocated when it is needed, and freed when it is not
+_GRAPHS = 256  # of a run of launches, by addresses
+_ALIGNED = 16  # bytes, to which kernels have variants
+_PART_BYTES = 512  # to which torch aligns memory
+_like: Callable[[Tensor], tuple] = attrgetter("shape", "dtype", "device", "requires_grad")
+
+
+# ---------------------------------------------------------------- sequences
+
+
+class _Fill:
+    """Zeros in the memory of a slot."""
+
+    def __init__(self, allocation: Allocation) -> None:
+        self.slots, self._of = {allocation.slot}, allocation
+
+    def run(self, addresses: list[int], stream: int) -> None:
+        fill_bytes(self._of.device, addresses[self._of.slot], 0, self._of.nbytes, stream)
+
+
+_Launch = KernelLaunch | TritonLaunch | _Fill
+
+
+class _Run:
+    """Launches that follow each other.  Where their addresses were the same before, they are one CUDA graph.
+
+    Torch's allocator gives a training step the addresses of the step before, so this is the rule.
+    """
+
+    def __init__(self, launches: list[_Launch], device: torch.device, temporaries: dict[int, int], bases: list[int]) -> None:
+        self.slots = {slot for launch in launches for slot in launch.slots}
+        self._launches, self._device, self._temporaries = launches, device, temporaries
+        fixed = [slot for slot in bases if slot in self.slots or slot == bases[-1]]  # the last one: what has all temporaries
+        self._at: Callable[[list[int]], Any] = itemgetter(*fixed)
+        self._graphs: dict[Any, LaunchGraph | None] = {}
+
+    def run(self, addresses: list[int], held: list[Any], stream: int) -> None:
+        at = self._at(addresses)
+        graph = self._graphs.get(at)
+        if graph is None:
+            memory = addresses[-1]
+            for slot, offset in self._temporaries.items():
+                addresses[slot] = memory + offset
+            launch = partial(self._launch, addresses)
+            if at not in self._graphs or len(self._launches) == 1:
+                if len(self._graphs) == _GRAPHS:
+                    del self._graphs[next(iter(self._graphs))]
+                self._graphs[at] = None  # seen once
+                return launch(stream)
+            graph = self._graphs[at] = LaunchGraph(self._device, launch)
+        graph.run(stream)
+
+    def _launch(self, addresses: list[int], stream: int) -> None:
+        for launch in self._launches:
+            launch.run(addresses, stream)
+
+
+class _Call:
+    """An operator of torch."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.slots, self._of, self._arguments = operator.slots, operator, maker(operator.arguments)
+
+    def run(self, addresses: list[int], held: list[Any], stream: int) -> None:
+        again, named = self._arguments(held)
+        results = self._of.function(*again, **named)
+        for slot, result in zip(self._of.results, results if self._of.several else (results,), strict=True):
+            if slot is not None:
+                held[slot], addresses[slot] = result, result.data_ptr()
+
+
+def _place(steps: Sequence[Step], temporaries: dict[int, int]) -> tuple[dict[int, int], int]:
+    """Where in one allocation the memory of slots (with their bytes) can be, so that those in use at a time do not overlap; its size."""
+    first = {step.slot: i for i, step in enumerate(steps) if isinstance(step, Allocation)}
+    last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
+    placed: dict[int, int] = {}
+    for slot in sorted(temporaries, key=lambda slot: -temporaries[slot]):
+        beside = [other for other in placed if first[other] <= last[slot] and first[slot] <= last[other]]
+        offset = 0
+        for other in sorted(beside, key=placed.__getitem__):
+            if offset + temporaries[slot] <= placed[other]:
+                break
+            offset = max(offset, placed[other] + temporaries[other])
+        placed[slot] = offset
+    return placed, max((placed[slot] + temporaries[slot] for slot in placed), default=0)
+
+
+class _Allocate:
+    """A slot's own memory."""
+
+    def __init__(self, allocation: Allocation) -> None:
+        self.slots, self._slot = {allocation.slot}, allocation.slot
+        self._of = partial(torch.empty_strided, allocation.shape, allocation.strides, dtype=allocation.dtype, device=allocation.device)
+
+    def run(self, addresses: list[int], held: list[Any], stream: int) -> None:
+        held[self._slot] = tensor = self._of()
+        addresses[self._slot] = tensor.data_ptr()
+
+
+class _Sequence:
+    """What a recorded call did, ready to be done again.
+
+    Memory that launches alone use is one allocation.  Results, what operators of torch use, and all that is large have memory of their own;
+    what is large is there from its first use to its last one, as in the call that was recorded.
+    """
+
+    def __init__(self, recorder: CallRecorder, num_given: int, results: Any) -> None:
+        template, steps = recorder.template(results), recorder.steps
+        self.notes: Any = steps, template  # what two recordings must have in common
+        self._results, self._new, self._device = maker(template), len(recorder.slots) - num_given, recorder.slots[0].tensor.device
+        allocations = [step for step in steps if isinstance(step, Allocation)]
+        large, kept = {a.slot for a in allocations if a.nbytes >= _LARGE}, slots_of(template)
+        own = kept | large | {slot for step in steps if isinstance(step, Operator) for slot in step.slots}
+        temporary = {a.slot: round_up(a.nbytes, _PART_BYTES) for a in allocations if a.slot not in own}
+        placed, self._bytes = _place(steps, temporary)
+        bases = [slot for slot in range(len(recorder.slots)) if slot not in temporary] + [len(recorder.slots)]
+        last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
+        first = [_Allocate(a) for a in allocations if a.slot in own - large]
+        parts, launches = list[_Run | _Call | _Allocate](first), list[_Launch]()
+
+        def end_run() -> None:
+            if launches:
+                parts.append(_Run(launches.copy(), self._device, placed, bases))
+                launches.clear()
+
+        for i, step in enumerate(steps):
+            if isinstance(step, Operator):
+                end_run()
+                parts.append(_Call(step))
+            elif isinstance(step, Allocation):
+                if step.slot in large:
+                    end_run()
+                    parts.append(_Allocate(step))
+                if step.zeros:
+                    launches.append(_Fill(step))
+            else:
+                launches.append(step)
+            if any(last[slot] == i for slot in step.slots & large - kept):
+                end_run()
+        end_run()
+        stay = kept | set(temporary) | set(range(num_given))
+        unused = {slot: i for i, part in enumerate(parts) for slot in part.slots if slot not in stay}
+        self._parts = [(part, [slot for slot, at in unused.items() if at == i]) for i, part in enumerate(parts)]
+
+    def run(self, given: _Given, stream: int) -> Any:
+        held: list[Any] = [*given.tensors, *(None,) * self._new]
+        memory = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
+        addresses = [*given.addresses, *(0,) * self._new, memory.data_ptr()]
+        for part, unused in self._parts:
+            part.run(addresses, held, stream)
+            for slot in unused:
+                held[slot] = None
+        return self._results(held)
+
+
+# ---------------------------------------------------------------- calls
+
+
+class _Calls:
+    """Calls of one function with like tensors: how often it ran, and what was recorded."""
+
+    def __init__(self) -> None:
+        self.plain, self.recordings = 0, 0
+        self.last: _Sequence | None = None
+        self.sequence: _Sequence | None = None  # once two recordings agree
+        self.problem: str | None = None  # of the last recording
+
+    def record(self, run: Callable[[], Any], given: _Given, device: torch.device) -> Any:
+        """Run it and note what it does."""
+        self.recordings += 1
+        recorder, sequence = CallRecorder(given.tensors, _budget(device)), None
+        nvrtc.recorders.append(recorder)
+        try:
+            with recorder:
+                results = run()
+        finally:
+            nvrtc.recorders.remove(recorder)
+        self.problem = recorder.problem
+        if recorder.problem is None:
+            try:
+                sequence = _Sequence(recorder, len(given.tensors), results)
+            except NotReplayableError as problem:
+                self.problem = str(problem)
+        if sequence is not None and self.last is not None and self.last.notes == sequence.notes:
+            self.sequence, self.last = sequence, None
+            sequence.notes = None
+        else:
+            self.last = sequence
+        return results
+
+
+_calls: dict[tuple, _Calls] = {}
+
+
+def _budget(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _MOST_BYTES
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(_MOST_BYTES, free // _SHARE)
+
+
+class _Given:
+    """The tensors of a call, and for each storage which of them is the first there."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.addresses: list[int] = []
+        self._first: dict[int, int] = {}
+
+    def facts(self, value: Any) -> Any:
+        """All that a function reads of an argument, but for the values of its tensors. Raises KeyError for one that cannot be replayed."""
+        if value is None:
+            return None
+        kind = type(value)
+        if kind in PLAIN:
+            return self._facts_of(value)
+        if kind in VALUES:
+            return value
+        if isinstance(value, (tuple, list)):
+            return kind, *map(self.facts, value)
+        if kind is MXTensor:
+            return value.orig_dtype, self._facts_of(value.qdata), self._facts_of(value.scale)
+        raise KeyError(kind)
+
+    def _facts_of(self, tensor: Tensor) -> tuple:
+        tensors, address = self.tensors, tensor.data_ptr()
+        number = len(tensors)
+        first = self._first.setdefault(tensor.untyped_storage()._cdata, number)
+        tensors.append(tensor)
+        self.addresses.append(address)
+        # Tensors in one storage: how far they are from each other.
+        place = address % _ALIGNED == 0 if first == number else (first, address - self.addresses[first])
+        return _like(tensor), tensor.stride(), tensor.storage_offset() == 0, place
+
+
+def _runs_on(device: torch.device) -> bool:
+    """Whether a device is the current GPU."""
+    return device.type == "cuda" and device.index == nvrtc.current_gpu()
+
+
+def _watched(device: torch.device) -> bool:
+    """Whether something wants to see the operators, records gradients or a graph, or checks values."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+        or torch.is_grad_enabled()
+        or is_capturing()
+        or checking(device)
+    )
+
+
+def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -> Any:
+    """`function(options, *arguments)`, by what it did to the device in earlier calls where that is known.
+
+    Args:
+        function: works on the device alone, on the current stream, without gradients; what it does and returns depends on its options and
+            on `_Given.facts` of its tensors.  It lives as long as its module.
+        options: what else it reads.
+        arguments: tensors, MX tensors, numbers, and tuples and lists of them; the first is a tensor.
+
+    Returns:
+        its results: these too, and other objects that depend on the options alone.
+    """
+    device, given = arguments[0].device, _Given()
+    if torch.compiler.is_compiling() or not _runs_on(device) or _watched(device):
+        return function(options, *arguments)
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    try:
+        key = function, options, autocast, *[given.facts(argument) for argument in arguments]
+    except KeyError:
+        return function(options, *arguments)
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) == _KEPT:
+            _calls.clear()
+        call = _calls[key] = _Calls()
+    if call.sequence is not None:
+        if not autocast:
+            return call.sequence.run(given, torch._C._cuda_getCurrentRawStream(device.index))
+        with torch.autocast(device.type, enabled=False):  # casts were recorded as operators
+            return call.sequence.run(given, torch._C._cuda_getCurrentRawStream(device.index))
+    if call.plain < _PLAIN_CALLS or call.recordings == _RECORDINGS:
+        call.plain += 1
+        return function(options, *arguments)
+    return call.record(partial(function, options, *arguments), given, device)
