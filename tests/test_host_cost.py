@@ -1,7 +1,8 @@
 """What a call costs the host, counted and not timed: torch operators and Python function calls stay within budgets.
 
 `tests/programs/host_cost.py` runs the launchers of a Hopper GPU with a driver that does nothing.  The budgets are a few per cent above the
-counts of 27 November 2026 (torch 2.11); a change that needs more says so here, a change that needs less lowers them.
+counts of 28 November 2026 (torch 2.11), of calls that are replayed where they can be; a change that needs more says so here, a change
+that needs less lowers them.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import pytest
 PROGRAM = Path(__file__).parent / "programs" / "host_cost.py"
 BUDGETS = {  # call -> most torch operators, most Python function calls
     "MXLinear mxfp8_wgrad_with_hp f+b": (34, 112),
-    "MXLinear mxfp8_wgrad_with_mx f+b": (44, 111),
+    "MXLinear mxfp8_wgrad_with_mx f+b": (44, 114),
     "MXLinear mxfp8 f+b": (75, 167),
-    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (33, 140),
-    "fused_experts hp f+b": (90, 464),
-    "fused_experts mxfp8_wgrad_with_hp f+b": (134, 543),
-    "fused_experts mxfp8_wgrad_with_mx f+b": (134, 541),
-    "AdamW of a parameter in backward": (11, 74),
+    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (33, 160),
+    "fused_experts hp f+b": (90, 432),
+    "fused_experts mxfp8_wgrad_with_hp f+b": (134, 456),
+    "fused_experts mxfp8_wgrad_with_mx f+b": (134, 456),
+    "AdamW of a parameter in backward": (11, 79),
     "dispatch": (15, 58),
     "permute": (12, 58),
-    "grouped mm": (17, 76),
+    "grouped mm": (17, 71),
     "unpermute": (9, 39),
     "combine": (6, 45),
 }

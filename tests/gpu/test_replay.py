@@ -165,6 +165,98 @@ def test_experts_in_one_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     check(experts_run("mxfp8_wgrad_with_mx", one_storage=True), monkeypatch, 3)
 
 
+RUNTIMES = {
+    "quantised on the wire": {
+        "dispatch_forward": "mxfp8",
+        "combine_forward": "mxfp8",
+        "combine_backward": "mxfp8",
+        "dispatch_backward": "mxfp8",
+    },
+    "a row for each choice": {"dispatch": "all_to_all", "combine": "all_to_all"},
+    "gate and up in MX": {"keep_first_product": "mxfp8"},
+    "nothing kept": {"keep_first_product": False, "redispatch_x_in_backward": True, "keep_dgrad_weights": False},
+    "chunks": {"scratch_rows": 512},
+}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("name", NAMES[1:3])
+def test_options_biases_and_an_adapter(runtime: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"w1": (EXPERTS, 2 * H, D), "b1": (EXPERTS, 2 * H), "w2": (EXPERTS, D, H), "b2": (EXPERTS, D)}
+    adapter = {"a1": (EXPERTS, 16, D), "b1": (EXPERTS, 2 * H, 16), "a2": (EXPERTS, 16, H), "b2": (EXPERTS, D, 16)}
+    tensors = {n: torch.empty(shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for n, shape in shapes.items()}
+    factors = {n: torch.empty(shape, dtype=torch.bfloat16, device="cuda").requires_grad_() for n, shape in adapter.items()}
+    config, learn = mxep.RuntimeEPConfig(**RUNTIMES[runtime]), [*tensors.values(), *factors.values()]
+
+    def run(number: int) -> list[Tensor]:
+        with torch.no_grad():
+            for i, tensor in enumerate(learn):
+                tensor.copy_(values(100 * i + number, *tensor.shape) / tensor.shape[-1] ** 0.5)
+        x, logits = values(number, TOKENS, D).requires_grad_(), values(300 + number, TOKENS, EXPERTS, dtype=torch.float32)
+        logits[:, number % EXPERTS] = -float("inf")  # an expert without tokens
+        scores, choices = logits.softmax(-1).topk(CHOICES)
+        weights = tensors["w1"], tensors["b1"], tensors["w2"], tensors["b2"], EXPERTS, config
+        out = mxep.fused_experts(
+            x, choices, scores, *weights, group="", recipe=name, layout="interleaved", lora=mxep.moe.ExpertLora(**factors),
+            swiglu=mxep.SwiGLU(limit=7.0, alpha=1.702, offset=1.0),
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, [x, *learn], values(400 + number, TOKENS, D))]
+
+    check(run, monkeypatch, 0 if runtime == "chunks" else 3)
+
+
+def test_frozen_weights_in_mx_and_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(D, N, bias=False, dtype=torch.bfloat16, device="cuda"))
+    mxep.convert_linears(layer, recipe="mxfp8_wgrad_with_mx")
+    mxep.quantize_base(layer)
+    run = experts_run("mxfp8_wgrad_with_mx")
+
+    def both(number: int) -> list[Tensor]:
+        x = values(number, TOKENS * (number % 2), D).requires_grad_()
+        out = layer(x)
+        return [out.detach(), *torch.autograd.grad(out, [x], values(700 + number, *out.shape)), *run(number)]
+
+    check(both, monkeypatch, 3)
+
+
+def test_grouped_mm_adds_to_a_main_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.empty(EXPERTS, N, D, dtype=torch.bfloat16, device="cuda").requires_grad_()
+
+    def run(number: int) -> list[Tensor]:
+        with torch.no_grad():
+            weight.copy_(values(100 + number, EXPERTS, N, D))
+        a, main = values(number, TOKENS, D).requires_grad_(), values(200 + number, EXPERTS, N, D, dtype=torch.float32)
+        offs = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * (TOKENS // EXPERTS)
+        offs[-2] = offs[-1]
+        arguments = a, weight.transpose(-2, -1), offs
+        out = mxep.to_mxfp8_then_scaled_grouped_mm(*arguments, wgrad_with_hp=True, main_grad=main)
+        out.backward(values(300 + number, TOKENS, N))
+        assert a.grad is not None
+        return [out.detach(), a.grad, main]
+
+    check(run, monkeypatch, 2)
+
+
+def test_layers_take_turns_and_a_graph_captures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [experts_run("mxfp8_wgrad_with_mx"), experts_run("mxfp8_wgrad_with_mx"), linear_run("mxfp8_wgrad_with_mx")]
+
+    def turns(number: int) -> list[Tensor]:
+        return [tensor for run in runs for tensor in run(number)]
+
+    check(turns, monkeypatch, 5)
+    linear = MXLinear(torch.nn.Linear(D, N, bias=False, dtype=torch.bfloat16, device="cuda"), RECIPES["mxfp8_wgrad_with_mx"])
+    x, graph = values(1, TOKENS, D), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        for _ in range(CALLS):
+            want = linear(x)
+        with torch.cuda.graph(graph):
+            got = linear(x)
+        x.copy_(values(2, TOKENS, D))
+        graph.replay()
+        assert not torch.equal(got, want)
+        assert torch.equal(got, linear(x))
+
+
 @pytest.mark.parametrize("name", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])

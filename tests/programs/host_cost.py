@@ -47,6 +47,7 @@ def launch_nothing() -> None:
     import triton
 
     from mxep import device
+    from mxep.fused import autograd
     from mxep.ops.grouped_gemm import wgrad
     from mxep.ops.quantize import columnwise
     from mxep.ops.runtime import launch, nvrtc, replay
@@ -80,6 +81,7 @@ def launch_nothing() -> None:
     launch._compiled_kernel = lambda compiled: launch._CompiledKernel(compiled, lambda *arguments: None, (None,) * 9)
     triton.JITFunction.__getitem__ = lambda self, grid: lambda *arguments, **options: None
     torch._C._cuda_getCurrentRawStream = lambda index: 0
+    autograd._replays = lambda options, device: True  # type: ignore[assignment]
     replay._runs_on = lambda device: True  # type: ignore[assignment]
     # CUDA's allocator gives a step the addresses of the one before, a CPU's does not.
     replay.itemgetter = lambda *slots: lambda addresses: None  # type: ignore[assignment, misc]

@@ -10,7 +10,7 @@ backward  dispatch the output's gradient, the experts' backward chunk by chunk, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from mxep.moe.expert_mlp import (
     NO_FORMS,
     TENSORS,
     ExpertGemms,
+    ExpertLora,
     ExpertRows,
     ExpertWeights,
     GateUp,
@@ -221,29 +222,43 @@ class _CallOptions(NamedTuple):
 
 
 class _Dispatched(NamedTuple):
-    """What `_forward` leaves for `_outputs`."""
+    """What `_forward` leaves for `_outputs`: the dispatched tokens (R, D), and gate and up of the last chunk where they are kept."""
 
     dispatcher: TokenDispatcher
-    rows: Tensor  # (R, D), the dispatched tokens
-    first: GateUp | None  # of the last chunk
-    forms: WeightForms  # what the two GEMMs read of their weights, as far as it is made
-    bounds: ChunkBounds | None
+    rows: Tensor
+    first: GateUp | None
+    weights: ExpertWeights
+    gemms: ExpertGemms
+    chunks: ExpertChunks
+
+
+class _Forward(NamedTuple):
+    """What `_forward` returns: options with those that the tokens decide, counts, shares and z of the routing, what it leaves for
+    `_outputs`; and for backward what is saved, the dispatcher without its tensors, and these."""
+
+    options: FusedOptions
+    counts: Tensor | None
+    shares: Tensor | None
+    z: Tensor | None
+    left: Any
+    saved: SavedTensors | None = None
+    dispatcher: TokenDispatcher | None = None
+    of_dispatcher: tuple[Tensor | None, ...] = ()
 
 
 def _forward(
     call: _CallOptions,
     x: Tensor,
     router: Tensor | None,
-    tensors: Sequence[Tensor | None],
+    weights: ExpertWeights,
     expert_bias: Tensor | None,
     experts: Tensor | None,
     scores: Tensor | None,
-    forms: WeightForms,
-) -> tuple[Any, ...]:
-    """Options with those that the tokens decide; counts, shares and z; `_Dispatched`; and what backward reads: `SavedTensors`, the
-    dispatcher without tensors, and its tensors.  `forms`: of the weights, from caches."""
+    forms: WeightForms = NO_FORMS,
+) -> _Forward:
+    """All but the experts' outputs, which `_outputs` makes. `forms`: what forward reads of the weights, from caches."""
     options, needs, saves, saves_x, autocast, caches = call
-    weights, runtime, modes = ExpertWeights.of(tensors), options.runtime, options.scaling_modes
+    runtime, modes = options.runtime, options.scaling_modes
     alignment, config = options.recipe.group_size_multiple_of, options.router
     logits = counts = shares = z = columns = None
     if router is not None:
@@ -269,9 +284,9 @@ def _forward(
     gate_up_form = gemms[0].make_both() if makes_both and needs.saves_gate_up_weight else (None, None)
     first = gate_up_gemm(rows, weights, gemms, chunks.last, options.experts, options.keep_as) if keeps else None
     down_form = gemms[1].make_both() if makes_both and needs.w2 else (None, None)
-    left = _Dispatched(dispatcher, rows, first, (gemms[0].made("forward"), gemms[1].made("forward")), chunks.bounds)
+    made = _Forward(options, counts, shares, z, _Dispatched(dispatcher, rows, first, weights, gemms, chunks))
     if not saves:
-        return options, counts, shares, z, left, None, None, ()
+        return made
     gate_up, xa = (None, None) if first is None else first[:2]  # (P, 2H), (P, r)
     reads_rows = needs.reads_x or gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)
     kept_rows = rows if reads_rows and not runtime.redispatch_x_in_backward else None
@@ -281,22 +296,13 @@ def _forward(
     kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
     rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
     saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
-    return options, counts, shares, z, left, saved, *dispatcher.for_backward(reads_experts=router is not None and needs.scores)
+    bare, of_dispatcher = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
+    return made._replace(saved=saved, dispatcher=bare, of_dispatcher=of_dispatcher)
 
 
-def _outputs(
-    call: _CallOptions,
-    rows: Tensor,
-    dispatcher: TokenDispatcher,
-    first: GateUp | None,
-    forms: WeightForms,
-    tensors: Sequence[Tensor | None],
-    bounds: ChunkBounds | None,
-) -> Tensor:
+def _outputs(call: _CallOptions, left: _Dispatched) -> Tensor:
     """The experts' outputs, summed for each token: (T, D)."""
-    options, weights = call.fused, ExpertWeights.of(tensors)
-    chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of, bounds)
-    gemms = expert_gemms(weights, options.experts, call.caches, keep=not chunks.single(), forward=forms)
+    options, (dispatcher, rows, first, weights, gemms, chunks) = call.fused, left
     reduction = ChunkedReduction(dispatcher.combine)
     for chunk in chunks:
         kept = first if chunk.last and first is not None else gate_up_gemm(rows, weights, gemms, chunk, options.experts)
@@ -319,19 +325,19 @@ def _backward(
     d_z: Tensor | None,
     saved: SavedTensors,
     router: Tensor | None,
-    tensors: Sequence[Tensor | None],
+    weights: ExpertWeights,
     bare: TokenDispatcher,
     of_dispatcher: tuple[Tensor, ...],
-    forms: WeightForms,
-    forward: WeightForms,
-    bounds: ChunkBounds | None,
+    forms: WeightForms = NO_FORMS,
+    forward: WeightForms = NO_FORMS,
+    bounds: ChunkBounds | None = None,
 ) -> tuple[Any, ...]:
     """Gradients of x, of the router's weight, of the weights, and of the scores (T, C), from the output's (T, D).
 
     `forms`, `forward`: what dgrad and forward read of the weights, from caches.
     """
     options, needs, config = call.fused, call.needs, call.fused.router
-    weights, dispatcher = ExpertWeights.of(tensors), bare.refilled(of_dispatcher)
+    dispatcher = bare.refilled(of_dispatcher)
     grad = dispatcher.combine.to_experts(dy, options.scaling_modes.combine_backward)  # (R, D)
     chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of, bounds)
     returned, d_weights = _backward_over_chunks(grad, saved, weights, dispatcher, chunks, options, call.caches, needs, forms, forward)
@@ -354,12 +360,32 @@ def _backward(
     return d_x, d_router, d_weights, d_scores
 
 
-def _stays_here(options: FusedOptions, device: torch.device) -> bool:
-    """Whether a call sends nothing and reads nothing on the host: one rank, all rows at once."""
-    if isinstance(options.runtime.scratch_rows, int):
+# ---------------------------------------------------------------- replayed calls
+
+
+def _replays(options: FusedOptions, device: torch.device) -> bool:
+    """Whether a call sends nothing and reads nothing on the host: on one GPU, all rows at once."""
+    if device.type != "cuda" or isinstance(options.runtime.scratch_rows, int):
         return False
     transport = transport_of(options.group_name, device) if options.group_name else None
     return transport is None or (transport.world == 1 and transport.name == "collective")
+
+
+def _forward_tensors(call: _CallOptions, *arguments: Any) -> _Forward:
+    """`_forward`, whose `left` are tensors here: arguments of `_outputs_of_tensors`."""
+    made = _forward(call, *arguments)
+    left: _Dispatched = made.left
+    forms = left.gemms[0].made("forward"), left.gemms[1].made("forward")
+    return made._replace(left=(left.rows, left.dispatcher, left.first, forms))
+
+
+def _outputs_of_tensors(
+    call: _CallOptions, rows: Tensor, dispatcher: TokenDispatcher, first: GateUp | None, forms: WeightForms, weights: ExpertWeights
+) -> Tensor:
+    options = call.fused
+    chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of)
+    gemms = expert_gemms(weights, options.experts, call.caches, forward=forms)
+    return _outputs(call, _Dispatched(dispatcher, rows, first, weights, gemms, chunks))
 
 
 def _cached_forms(call: _CallOptions, weights: ExpertWeights, gate_up: str, down: str) -> WeightForms:
@@ -384,26 +410,32 @@ class _FusedMoE(torch.autograd.Function):
         *tensors, expert_bias, experts, scores, options, caches, grad_enabled = rest
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
         call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], torch.is_autocast_enabled(x.device.type), caches)
-        run, forms = _run, NO_FORMS
-        if _stays_here(options, x.device):
-            run = replayed
+        w1, w2, w3, b1, b2, b3, *lora = tensors
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
+        arguments = x, router, weights, expert_bias, experts, scores
+        bounds: ChunkBounds | None = None
+        if _replays(options, x.device):
+            forms = NO_FORMS
             if caches != (None, None):
                 call = call._replace(fused=options.for_rows(x.shape[0]))
-                forms = _cached_forms(call, ExpertWeights.of(tensors), "forward", "forward")
-                call = call._replace(caches=(None, None))
-        made = run(_forward, call, x, router, tensors, expert_bias, experts, scores, forms)
-        call, (counts, shares, z, left, saved, bare, of_dispatcher) = call._replace(fused=made[0]), made[1:]
+                forms, call = _cached_forms(call, weights, "forward", "forward"), call._replace(caches=(None, None))
+            made = replayed(_forward_tensors, call, *arguments, forms)
+            call = call._replace(fused=made.options)
+            outputs = partial(replayed, _outputs_of_tensors, call, *made.left, weights)
+        else:
+            made = _forward(call, *arguments)
+            call, bounds = call._replace(fused=made.options), made.left.chunks.bounds
+            outputs = partial(_outputs, call, made.left)
+        _, counts, shares, z, _, saved, bare, of_dispatcher = made
         if saves:
-            bounds = (None, None) if left.bounds is None else (left.bounds.on_device, left.bounds.on_host)
-            ctx.save_for_backward(*saved, router, *tensors, *of_dispatcher, *bounds)
+            of_chunks = (None, None) if bounds is None else (bounds.on_device, bounds.on_host)
+            ctx.save_for_backward(*saved, router, *tensors, *of_dispatcher, *of_chunks)
             ctx.call, ctx.caches, ctx.dispatcher, ctx.output = call, caches, bare, (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         config = options.router
         off = counts, None if config.balance_loss else shares, None if config.z_loss else z
         ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
-        dispatcher, rows, first, forms, bounds = left
-        outputs = partial(run, _outputs, call, rows, dispatcher, first, forms, tensors, bounds)
         return x.new_empty_strided(x.shape, (0, 0)), counts, shares, z, outputs
 
     @staticmethod
@@ -413,21 +445,17 @@ class _FusedMoE(torch.autograd.Function):
         call = call._replace(needs=_needs_grad(ctx, router is not None), saves_x=ctx.needs_input_grad[1])
         shape, dtype, device = ctx.output
         dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
-        run, forms, forward = _run, NO_FORMS, NO_FORMS
-        if _stays_here(call.fused, device):
-            run, needs = replayed, call.needs
-            if ctx.caches != (None, None):
-                cached, weights = call._replace(caches=ctx.caches), ExpertWeights.of(tensors)
-                forms = _cached_forms(cached, weights, "dgrad" * needs.x, "dgrad" * needs.activation)
-                forward = _cached_forms(cached, weights, "forward" * (needs.activation and not call.fused.runtime.keep_first_product), "")
-        bounds = None if on_host is None else ChunkBounds(on_device, on_host)
-        of_forward = SavedTensors(*saved[:split]), router, tensors, ctx.dispatcher, of_dispatcher, forms, forward, bounds
-        d_x, d_router, d_weights, d_scores = run(_backward, call, dy, *grads[2:4], *of_forward)
+        weights, needs = ExpertWeights.of(tensors), call.needs
+        arguments = dy, grads[2], grads[3], SavedTensors(*saved[:split]), router, weights, ctx.dispatcher, of_dispatcher
+        if _replays(call.fused, device):
+            cached = call._replace(caches=ctx.caches)
+            forms = _cached_forms(cached, weights, "dgrad" * needs.x, "dgrad" * needs.activation)
+            again = needs.activation and not call.fused.runtime.keep_first_product
+            made = replayed(_backward, call, *arguments, forms, _cached_forms(cached, weights, "forward" * again, ""))
+        else:
+            made = _backward(call, *arguments, NO_FORMS, NO_FORMS, None if on_host is None else ChunkBounds(on_device, on_host))
+        d_x, d_router, d_weights, d_scores = made
         return d_x, d_router, *d_weights, None, None, d_scores, None, None, None
-
-
-def _run(function: Callable[..., Any], options: _CallOptions, *arguments: Any) -> Any:
-    return function(options, *arguments)
 
 
 class _Outputs(torch.autograd.Function):

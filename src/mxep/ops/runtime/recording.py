@@ -210,6 +210,7 @@ class CallRecorder(TorchDispatchMode):
         self.problem: str | None = None
         self.steps: list[Step] = []
         self._left = most_bytes
+        self._device = tensors[0].device.index or 0
         self.slots = [_Slot(tensor) for tensor in tensors]  # held, so that no address is used twice
 
     def unknown(self, what: str) -> None:
@@ -315,8 +316,7 @@ class CallRecorder(TorchDispatchMode):
             parts = [self._part(argument) for argument in arguments.given]
         except NotReplayableError as problem:
             return self.unknown(str(problem))
-        device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        self.steps.append(KernelLaunch(kernel, function, device, blocks, parts))
+        self.steps.append(KernelLaunch(kernel, function, self._device, blocks, parts))
 
     def _part(self, argument: Any) -> _Part:
         if isinstance(argument, Tensor):

@@ -254,15 +254,14 @@ class _Given:
 
     def facts(self, value: Any) -> Any:
         """All that a function reads of an argument, but for the values of its tensors. Raises KeyError for one that cannot be replayed."""
-        if value is None:
-            return None
         kind = type(value)
         if kind in PLAIN:
             return self._facts_of(value)
         if kind in VALUES:
             return value
-        if isinstance(value, (tuple, list)):
-            return kind, *map(self.facts, value)
+        if isinstance(value, (tuple, list)):  # most parts are None or tensors, and a call costs as much as these
+            parts = [p if p is None else self._facts_of(p) if type(p) in PLAIN else self.facts(p) for p in value]
+            return kind, *parts
         if kind is MXTensor:
             return value.orig_dtype, self._facts_of(value.qdata), self._facts_of(value.scale)
         raise KeyError(kind)
