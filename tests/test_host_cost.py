@@ -26,6 +26,7 @@ BUDGETS = {  # call -> most torch operators, most Python function calls
     "AdamW of a parameter in backward": (11, 79),
     "dispatch": (15, 58),
     "permute": (12, 58),
+    "grouped mm with a main gradient f+b": (36, 146),
     "grouped mm": (17, 71),
     "unpermute": (9, 39),
     "combine": (6, 45),

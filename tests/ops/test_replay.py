@@ -421,6 +421,30 @@ def test_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(call.sequence is None for call in replay._calls.values())
 
 
+@pytest.mark.parametrize("free", [0, 1000])
+def test_little_free_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = iter(range(0, 100_000, 400))
+    monkeypatch.setattr(replay, "_allocated", lambda device: next(allocated))
+    monkeypatch.setattr(replay, "_free", lambda device: free)
+    for number in range(CALLS):
+        x = torch.full((4,), float(number))
+        assert torch.equal(replayed(lambda_of_two, "options", x), 4 * x)
+    assert ready() == [free == 1000]
+    if not free:
+        assert problem() == "it allocates 400 bytes"
+
+
+def test_an_error_of_the_recorder_is_none_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> None:
+        raise AttributeError("recorder")
+
+    monkeypatch.setattr(recording.CallRecorder, "_allocation", fails)
+    for number in range(CALLS):
+        x = torch.full((4,), float(number))
+        assert torch.equal(replayed(lambda_of_two, "options", x), 4 * x)
+    assert problem() == "AttributeError('recorder')"
+
+
 @pytest.mark.parametrize("watched", ["gradients", "checking", "mode", "profiler", "capture", "another device"])
 def test_runs_as_it_is_where_something_watches(watched: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered = 0

@@ -257,14 +257,21 @@ class CallRecorder(TorchDispatchMode):
         if func.namespace == "mxep":  # its launcher: what that does is noted
             launcher = forms_of(func._schema.name.removeprefix("mxep::"))[args[0].device.type]
             with self:
-                return launcher(*args, **kwargs)
+                made = launcher(*args, **kwargs)
+            return made if func._schema.returns else None
         made = func(*args, **kwargs)
+        self._try(lambda: self._operator(func, args, kwargs, made))
+        return made
+
+    def _try(self, note: Callable[[], None]) -> None:
+        """Note something, unless that is no longer of use.  The call itself goes on whatever happens here."""
         if self.problem is None:
             try:
-                self._operator(func, args, kwargs, made)
+                note()
             except NotReplayableError as problem:
                 self.unknown(str(problem))
-        return made
+            except Exception as problem:
+                self.unknown(repr(problem))
 
     def _operator(self, func: Any, args: tuple, kwargs: dict[str, Any], made: Any) -> None:
         name, several = func._schema.name.removeprefix("aten::"), isinstance(made, (tuple, list))
@@ -308,15 +315,14 @@ class CallRecorder(TorchDispatchMode):
 
     def kernel(self, kernel: Kernel, function: Any, blocks: int, arguments: Arguments | PackedStructure, own_stream: bool) -> None:
         """A launch, as `Kernel.run` makes it."""
-        if self.problem is not None:
-            return
-        if own_stream or isinstance(arguments, PackedStructure):
-            return self.unknown(f"{kernel.entry} on a stream of its own, or of a packed structure")
-        try:
+
+        def note() -> None:
+            if own_stream or isinstance(arguments, PackedStructure):
+                raise NotReplayableError(f"{kernel.entry} on a stream of its own, or of a packed structure")
             parts = [self._part(argument) for argument in arguments.given]
-        except NotReplayableError as problem:
-            return self.unknown(str(problem))
-        self.steps.append(KernelLaunch(kernel, function, self._device, blocks, parts))
+            self.steps.append(KernelLaunch(kernel, function, self._device, blocks, parts))
+
+        self._try(note)
 
     def _part(self, argument: Any) -> _Part:
         if isinstance(argument, Tensor):
@@ -344,16 +350,15 @@ class CallRecorder(TorchDispatchMode):
 
     def triton(self, function: Callable[..., None], grid: tuple[int, int], fixed: tuple, values: list[Any], tensors: list[int]) -> None:
         """A launch by the C function of a kernel of Triton's; `tensors`: which of its values are addresses."""
-        if self.problem is not None:
-            return
-        try:
+
+        def note() -> None:
             places = [(i, at) for i in tensors if (at := self.where(values[i])) is not None]
-        except NotReplayableError as problem:
-            return self.unknown(str(problem))
-        template = list(values)
-        for i, _ in places:
-            template[i] = 0
-        self.steps.append(TritonLaunch(function, grid, fixed, template, places))
+            template = list(values)
+            for i, _ in places:
+                template[i] = 0
+            self.steps.append(TritonLaunch(function, grid, fixed, template, places))
+
+        self._try(note)
 
 
 def _words_of(structure: Any, start: int = 0) -> Iterator[tuple[int, int]]:

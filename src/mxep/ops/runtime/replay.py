@@ -41,7 +41,7 @@ from mxep.shapes import round_up
 _PLAIN_CALLS = 2  # before the first recording: kernels get compiled, caches filled
 _RECORDINGS = 4  # until two that follow each other agree
 _MOST_BYTES = 4 << 30  # that a recorded call may allocate
-_SHARE = 4  # of the free memory, that a recording may hold
+_SPARE = 2  # times what it allocates must be free for a recording
 _KEPT = 1024  # calls
 _LARGE = 16 << 20  # bytes of memory that is allocated when it is needed, and freed when it is not
 _GRAPHS = 256  # of a run of launches, by addresses
@@ -205,19 +205,35 @@ class _Calls:
     """Calls of one function with like tensors: how often it ran, and what was recorded."""
 
     def __init__(self) -> None:
-        self.plain, self.recordings = 0, 0
+        self.plain, self.recordings, self._bytes = 0, 0, 0
         self.last: _Sequence | None = None
         self.sequence: _Sequence | None = None  # once two recordings agree
         self.problem: str | None = None  # of the last recording
 
-    def record(self, run: Callable[[], Any], given: _Given, device: torch.device) -> Any:
-        """Run it and note what it does."""
+    def run(self, function: Callable[[], Any], given: _Given, device: torch.device) -> Any:
+        """Run it as it is, and from the third time on, note what it does."""
+        if self.recordings == _RECORDINGS:
+            return function()
+        if self.plain < _PLAIN_CALLS:
+            self.plain += 1
+            before = _allocated(device)
+            results = function()
+            self._bytes = _allocated(device) - before
+            return results
         self.recordings += 1
-        recorder, sequence = CallRecorder(given.tensors, _budget(device)), None
+        # A recording holds all that the call allocates: it must not need more memory than there is.
+        if self._bytes > _MOST_BYTES or self._bytes * _SPARE > _free(device):
+            self.recordings = _RECORDINGS if self._bytes > _MOST_BYTES else self.recordings
+            self.problem = f"it allocates {self._bytes} bytes"
+            return function()
+        return self._record(function, given)
+
+    def _record(self, function: Callable[[], Any], given: _Given) -> Any:
+        recorder, sequence = CallRecorder(given.tensors, _MOST_BYTES), None
         nvrtc.recorders.append(recorder)
         try:
             with recorder:
-                results = run()
+                results = function()
         finally:
             nvrtc.recorders.remove(recorder)
         self.problem = recorder.problem
@@ -237,11 +253,16 @@ class _Calls:
 _calls: dict[tuple, _Calls] = {}
 
 
-def _budget(device: torch.device) -> int:
+def _allocated(device: torch.device) -> int:
+    """Bytes that were allocated since the process began, whether they are free again or not."""
+    return torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0) if device.type == "cuda" else 0
+
+
+def _free(device: torch.device) -> int:
+    """Bytes of memory that can be allocated; without a bound for a CPU."""
     if device.type != "cuda":
-        return _MOST_BYTES
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_MOST_BYTES, free // _SHARE)
+        return 1 << 62
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class _Given:
@@ -324,7 +345,4 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
             return call.sequence.run(given, torch._C._cuda_getCurrentRawStream(device.index))
         with torch.autocast(device.type, enabled=False):  # casts were recorded as operators
             return call.sequence.run(given, torch._C._cuda_getCurrentRawStream(device.index))
-    if call.plain < _PLAIN_CALLS or call.recordings == _RECORDINGS:
-        call.plain += 1
-        return function(options, *arguments)
-    return call.record(partial(function, options, *arguments), given, device)
+    return call.run(partial(function, options, *arguments), given, device)
