@@ -108,6 +108,20 @@ def one_gpu_bytes(size: Size, ranks: int = 1) -> int:
     return 3 * E * D * H * 6 + T * C * (8 * H + 5 * D) + 6 * 2 * T * D
 
 
+def exchange_bytes(size: Size, ranks: int, busiest: float = 1.0) -> int:
+    """Approximate memory of a rank for the check of the arms that exchange, as an arm in bf16 needs it.
+
+    Its experts' weights, two sets of their gradients and quantised forms; rows of the rank that has `busiest` times its share of them, and
+    those that it sends; tokens and gradients of all ranks, which `one_gpu` reads.
+
+    >>> [round(exchange_bytes(SIZES[1], 2, busiest) / 2**30) for busiest in (1.0, 1.17)]
+    [100, 107]
+    """
+    T, D, H, E, C = size
+    rows = T // ranks * C
+    return int(3 * E * D * H // ranks * 8 + rows * busiest * (8 * D + 12 * H) + rows * 4 * D + 4 * T * D)
+
+
 class LayerProblem:
     """One size and routing on this rank: data, weights and arms; `shared`: a group over symmetric memory, if any."""
 
@@ -131,6 +145,9 @@ class LayerProblem:
         self.gate = torch.nn.Parameter(gate.float())  # as training has it
         fits = _FULL * total_memory(device)
         self.alone = [arm for arm, ranks in (("local", setting.world), ("one_gpu", 1)) if one_gpu_bytes(size, ranks) <= fits]
+        beside = 6 * E * D * H * (setting.world - 1) // setting.world  # the other ranks' weights, in bf16
+        if exchange_bytes(size, setting.world, self._busiest(whole)) + beside > fits:
+            self.alone = []
         L, first = E // setting.world, setting.rank * (E // setting.world)
         self.experts, self.all_experts = [], []
         for shape in ((H, D), (D, H), (H, D)):
@@ -155,6 +172,12 @@ class LayerProblem:
         self.active = self.layers["mxfp8"].experts
         self.leaf = self.out = self.tokens[""]
         self.found: dict[str, Any] = {}
+
+    def _busiest(self, whole: Tensor) -> float:
+        """How many times its share of the choices of all tokens the busiest rank has; the same on all ranks."""
+        counts = torch.bincount((whole.float() @ self.gate.detach().t()).topk(self.size.C).indices.flatten(), minlength=self.size.E)
+        of_ranks = counts.view(self.setting.world, -1).sum(1)
+        return max(gather_objects((of_ranks.max() / of_ranks.float().mean()).item(), self.setting.group))
 
     def _layer(self, recipe: str, runtime: RuntimeEPConfig | None, weights: list[torch.nn.Parameter], group: ProcessGroup | None) -> MoE:
         """A layer of these weights."""
