@@ -15,7 +15,7 @@ from mxep.parallel import MXLinear
 from mxep.recipe import RECIPES
 
 pytestmark = pytest.mark.gpu
-CALLS = 16  # two plain, two recorded, the rest replayed, at last by graphs
+CALLS = 20  # four plain, two recorded, the rest replayed, at last by graphs
 D, H, N, EXPERTS, CHOICES, TOKENS = 256, 128, 192, 8, 2, 384
 NAMES = ("hp", "mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8")
 

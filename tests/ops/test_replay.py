@@ -17,7 +17,7 @@ from mxep.ops.runtime import launch, nvrtc, recording, replay
 from mxep.ops.runtime.nvrtc import Arguments, DriverFunction, Kernel
 from mxep.ops.runtime.replay import replayed
 
-CALLS = 8  # two plain, two recorded, then replayed
+CALLS = 10  # four plain, two recorded, then replayed
 
 
 class _Sizes(ctypes.Structure):
@@ -133,7 +133,7 @@ def check(function: Callable[..., Any], make: Callable[[int], tuple], want: Call
         arguments = make(number)
         kept.append(arguments)  # so that memory differs from call to call
         torch.testing.assert_close(replayed(counted, "options", *arguments), want(*arguments), rtol=0, atol=0)
-    assert entered == 4
+    assert entered == 6
     assert ready() == [True]
 
 
@@ -456,7 +456,7 @@ def test_runs_as_it_is_where_something_watches(watched: str, monkeypatch: pytest
 
     for _ in range(CALLS):
         replayed(function, "options", torch.ones(4))
-    assert entered == 4
+    assert entered == 6
     if watched == "gradients":
         with torch.enable_grad():
             replayed(function, "options", torch.ones(4))
@@ -476,7 +476,7 @@ def test_runs_as_it_is_where_something_watches(watched: str, monkeypatch: pytest
         names = {"checking": "checking", "capture": "is_capturing", "another device": "_runs_on"}
         monkeypatch.setattr(replay, names[watched], lambda *device: watched != "another device")
         replayed(function, "options", torch.ones(4))
-    assert entered == 5
+    assert entered == 7
 
 
 def test_an_error_while_recording() -> None:
@@ -485,7 +485,7 @@ def test_an_error_while_recording() -> None:
             raise RuntimeError("in a recording")
         return doubled(x)
 
-    for _ in range(2):
+    for _ in range(4):
         replayed(function, "options", torch.ones(4))
     with pytest.raises(RuntimeError, match="in a recording"):
         replayed(function, "options", torch.ones(4))

@@ -215,7 +215,7 @@ def measure(device: torch.device) -> dict[str, dict[str, float]]:
     """For every call `host_us`, `torch_operators` and, on a CPU, `python_calls`."""
     table: dict[str, dict[str, float]] = {}
     for name, call in calls(device).items():
-        for _ in range(6):
+        for _ in range(10):
             call()
         table[name] = {"host_us": round(host_us(call, device), 1), "torch_operators": operators_in(call)}
         if device.type == "cpu":

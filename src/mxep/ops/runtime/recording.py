@@ -219,6 +219,8 @@ class CallRecorder(TorchDispatchMode):
         self.steps, self.slots = [], []
 
     def _add(self, tensor: Tensor) -> int:
+        if (tensor.device.index or 0) != self._device or tensor.device.type != self.slots[0].tensor.device.type:
+            raise NotReplayableError(f"memory of {tensor.device}")
         self.slots.append(_Slot(tensor))
         self._left -= tensor.untyped_storage().nbytes()
         if self._left < 0:

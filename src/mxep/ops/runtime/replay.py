@@ -38,7 +38,7 @@ from mxep.ops.runtime.recording import (
 )
 from mxep.shapes import round_up
 
-_PLAIN_CALLS = 2  # before the first recording: kernels get compiled, caches filled
+_PLAIN_CALLS = 4  # before the first recording, which pays after some ten replays: rare shapes stay without
 _RECORDINGS = 4  # until two that follow each other agree
 _MOST_BYTES = 4 << 30  # that a recorded call may allocate
 _SPARE = 2  # times what it allocates must be free for a recording
@@ -211,7 +211,7 @@ class _Calls:
         self.problem: str | None = None  # of the last recording
 
     def run(self, function: Callable[[], Any], given: _Given, device: torch.device) -> Any:
-        """Run it as it is, and from the third time on, note what it does."""
+        """Run it as it is, and after some times note what it does."""
         if self.recordings == _RECORDINGS:
             return function()
         if self.plain < _PLAIN_CALLS:
@@ -338,7 +338,7 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
     call = _calls.get(key)
     if call is None:
         if len(_calls) == _KEPT:
-            _calls.clear()
+            del _calls[next(iter(_calls))]
         call = _calls[key] = _Calls()
     if call.sequence is not None:
         if not autocast:
