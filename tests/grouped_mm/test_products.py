@@ -11,6 +11,7 @@ from mxep.device import GEMM_PATHS
 from mxep.grouped_mm import products
 from mxep.grouped_mm.function import _GroupedMM
 from mxep.mx import MXWeight
+from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, quantize_rows
 
 
@@ -83,3 +84,25 @@ def test_the_other_form_of_frozen_weights(which: str, transposed: tuple[bool, ..
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
     through_values = path == "reference" or (len(parts) > 1 and any(transposed))
     assert made == [torch.bfloat16] * len(parts) * through_values
+
+
+def test_forms_that_are_made_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = products.GemmOptions(torch.bfloat16, "mx", "rceil", "fp8", "fp8", GEMM_PATHS["fp8"].granularity, False)
+    weight = torch.nn.Parameter(torch.randn(2, 64, 96, dtype=torch.bfloat16))
+    plain = products.Weights(weight, None, gemm)
+    dgrad = plain.make_both()
+    forward = plain.made("forward")
+    assert dgrad[0] is not None
+    assert forward[0] is not None
+    assert plain.cached("forward")[0] is forward[0]
+    assert plain.quantized("forward")[0] is forward[0]
+    assert plain.made("forward") == plain.cached("dgrad") == (None, None)  # it was handed out, the other one was not kept
+    monkeypatch.setattr(products.direct, "quantize_weight", lambda *_: pytest.fail("a weight is quantised again"))
+    given = products.Weights(weight, None, gemm, forward=forward)
+    assert given.make_both() == (None, None)
+    assert given.quantized("forward")[0] is forward[0]
+    cache = WeightCache()
+    cache.captured = True  # it serves no more
+    kept = products.Weights(weight, None, gemm, CachedWeight(cache, torch.nn.ParameterDict({"w": weight}), "w"), dgrad=dgrad)
+    assert kept.cached("dgrad")[0] is dgrad[0]
+    assert kept.cached("forward") == (None, None)

@@ -57,6 +57,8 @@ def _work(source: int, out: int, n: int) -> None:
 class Graph:
     """Stands for a `LaunchGraph`."""
 
+    alive = 0
+
     def __init__(self, device: torch.device, launch: Callable[[int], None]) -> None:
         global captured
         captured = []
@@ -443,6 +445,55 @@ def test_an_error_of_the_recorder_is_none_of_the_call(monkeypatch: pytest.Monkey
         x = torch.full((4,), float(number))
         assert torch.equal(replayed(lambda_of_two, "options", x), 4 * x)
     assert problem() == "AttributeError('recorder')"
+
+
+@pytest.mark.parametrize("why", ["the driver has no memory", "there are many graphs"])
+def test_without_graphs(why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*given: Any) -> None:
+        raise RuntimeError("CUDA error 2, out of memory")
+
+    if why == "there are many graphs":
+        monkeypatch.setattr(Graph, "alive", replay._ALL_GRAPHS)
+    monkeypatch.setattr(Graph, "__init__", fails)
+    x = torch.zeros(1000)
+    for number in range(20):
+        x.fill_(float(number))
+        assert torch.equal(replayed(lambda_of_two, "options", x), 4 * x)
+    assert ready() == [True]
+    assert len(caplog.records) == (why == "the driver has no memory")
+
+
+def test_what_tells_calls_apart() -> None:
+    seen = []
+
+    def function(options: str, x: Tensor, number: Any) -> Tensor:
+        seen.append((x.data_ptr() % 16, number))
+        return x + number
+
+    memory = torch.zeros(64)
+    for number in (1, True, 1.0):
+        for first in range(4):
+            replayed(function, "options", memory[first : first + 8], number)
+    assert len(replay._calls) == len(seen) == 12
+
+
+def test_rare_calls_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_KEPT", 4)
+    for _ in range(CALLS):
+        replayed(lambda_of_two, "kept", torch.ones(4))
+    for number in range(50):
+        replayed(lambda_of_two, "options", torch.ones(5 + number))
+    assert len(replay._calls) <= 4
+    assert ready().count(True) == 1
+
+
+def test_zeros_of_an_argument() -> None:
+    def function(options: str, x: Tensor) -> Tensor:
+        made = doubled(x)
+        torch.zeros(4, out=made)
+        return made + x
+
+    check(function, lambda i: (torch.full((4,), float(i)),), lambda x: x)
 
 
 @pytest.mark.parametrize("watched", ["gradients", "checking", "mode", "profiler", "capture", "another device"])

@@ -85,7 +85,7 @@ def launch_nothing() -> None:
     replay._runs_on = lambda device: True  # type: ignore[assignment]
     # CUDA's allocator gives a step the addresses of the one before, a CPU's does not.
     replay.itemgetter = lambda *slots: lambda addresses: None  # type: ignore[assignment, misc]
-    replay.LaunchGraph = type("NoGraph", (), {"__init__": lambda *given: None, "run": lambda *given: None})  # type: ignore[misc]
+    replay.LaunchGraph = type("NoGraph", (), {"alive": 0, "__init__": lambda *given: None, "run": lambda *given: None})  # type: ignore[misc]
     replay.fill_bytes = lambda *given: None  # type: ignore[assignment]
     warnings.simplefilter("ignore", UserWarning)  # an operator's form is replaced
     library = torch.library.Library("mxep", "IMPL")

@@ -89,8 +89,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
         with relaxed_capture() if is_capturing() else nullcontext():  # Triton loads it
             _variants[key] = _compiled_kernel(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
         return
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    if variant.function is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler wants to know of it
+    if variant.function is None or is_watched():
         if recorder is not None:
             recorder.unknown("a launch by Triton's runner")
         variant.compiled[x, y, 1](*values)
@@ -101,6 +100,12 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
                 variant.function, (x, y), variant.fixed, values, [i for i, v in enumerate(given) if isinstance(v, torch.Tensor)]
             )
         variant.function(x, y, 1, torch._C._cuda_getCurrentRawStream(device), *variant.fixed, *values)
+
+
+def is_watched() -> bool:
+    """Whether a profiler wants to know of Triton's launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _as_bytes(values: Any) -> list[Any]:

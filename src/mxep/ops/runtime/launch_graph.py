@@ -41,7 +41,15 @@ class LaunchGraph:
     Args:
         device: the current GPU.
         launch: launches kernels and fills memory; allocates nothing.
+
+    Raises:
+        RuntimeError: the driver has no memory for it, say.
+
+    Attributes:
+        alive: graphs of this process.
     """
+
+    alive = 0
 
     def __init__(self, device: torch.device, launch: Callable[[int], None]) -> None:
         graph, ready = _POINTER(), _POINTER()
@@ -58,9 +66,16 @@ class LaunchGraph:
         finally:
             _destroy_graph(device, graph.value)
         assert ready.value is not None
-        self._device, self._ready = device, ready.value
-        weakref.finalize(self, _destroy, device, self._ready).atexit = False  # the driver waits until it has run
+        self._device, self._ready, self._running = device, ready.value, threading.Lock()
+        LaunchGraph.alive += 1
+        weakref.finalize(self, _end_of_life, device, self._ready).atexit = False
 
     def run(self, stream: int) -> None:
         """Launch it on a stream."""
-        _launch(self._device, self._ready, stream)
+        with self._running:  # the driver takes a graph from one thread at a time
+            _launch(self._device, self._ready, stream)
+
+
+def _end_of_life(device: torch.device, ready: int) -> None:
+    LaunchGraph.alive -= 1
+    _destroy(device, ready)  # the driver waits until it has run

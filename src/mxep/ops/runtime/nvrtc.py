@@ -227,7 +227,7 @@ recorders: list[Recorder] = []
 
 def recorder_here() -> Recorder | None:
     """This thread's recorder."""
-    return next((recorder for recorder in recorders if recorder.thread == threading.get_ident()), None)
+    return next((recorder for recorder in tuple(recorders) if recorder.thread == threading.get_ident()), None)
 
 
 # The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time.

@@ -21,7 +21,7 @@ from mxep.ops.runtime.nvrtc import Arguments, Kernel, PackedStructure, TensorMap
 
 Where = tuple[int, int]  # a slot, which is the memory of one tensor, and bytes from that tensor's first one on
 
-_KEPT = 1024  # combinations of addresses, of a launch
+_KEPT = 64  # combinations of addresses, of a launch; those that come again are in graphs
 _LEAST_ADDRESS = 1 << 32  # of a GPU's memory; no other number that a kernel is given is as large
 PLAIN = {Tensor, torch.nn.Parameter}
 VALUES = {type(None), bool, int, float, str, torch.dtype, torch.Size, torch.device}
@@ -55,7 +55,7 @@ class View:
         return (base if base.dtype == dtype else base.view(dtype)).as_strided(*layout)
 
 
-class _MX(NamedTuple):
+class _MXView(NamedTuple):
     """An `MXTensor` that a call makes."""
 
     dtype: torch.dtype
@@ -74,7 +74,7 @@ def maker(template: Any) -> Callable[[list[Any]], Any]:
     """What makes a template's value of the slots' tensors."""
     if isinstance(template, View):
         return template.of if template.layout else itemgetter(template.slot)
-    if isinstance(template, _MX):
+    if isinstance(template, _MXView):
         dtype, qdata, scale = template.dtype, maker(template.qdata), maker(template.scale)
         return lambda held: MXTensor(qdata(held), scale(held), dtype)
     if not slots_of(template):
@@ -121,7 +121,7 @@ class Operator(NamedTuple):
         return slots_of(self.arguments) | {slot for slot in self.results if slot is not None}
 
 
-class _Part(NamedTuple):
+class _LaunchArgument(NamedTuple):
     """An argument of a launch: what of it is fixed, how it is made from addresses, and where these are."""
 
     fixed: Hashable
@@ -132,7 +132,7 @@ class _Part(NamedTuple):
 class KernelLaunch:
     """A launch of a kernel that NVRTC compiled."""
 
-    def __init__(self, kernel: Kernel, function: Any, device: int, blocks: int, parts: list[_Part]) -> None:
+    def __init__(self, kernel: Kernel, function: Any, device: int, blocks: int, parts: list[_LaunchArgument]) -> None:
         self._kernel, self._function, self._device, self._blocks, self._parts = kernel, function, device, blocks, parts
         self.slots = {slot for part in parts for slot, _ in part.places}
         self._kept: dict[tuple[int, ...], Arguments] = {}
@@ -284,7 +284,7 @@ class CallRecorder(TorchDispatchMode):
         new = [result.untyped_storage()._cdata not in storages for result in results]
         if not any(new) and not func._schema.is_mutable:
             return  # views
-        if name in _ALLOCATIONS or (name in _ZEROS and made.is_contiguous()):
+        if not func._schema.is_mutable and (name in _ALLOCATIONS or (name in _ZEROS and made.is_contiguous())):
             return self._allocation(made, name in _ZEROS)
         given = self.template((args, kwargs))
         slots = [self._add(result) if is_new else None for result, is_new in zip(results, new, strict=True)]
@@ -298,7 +298,7 @@ class CallRecorder(TorchDispatchMode):
         """Arguments of an operator, or the function's results, with a `View` in place of each tensor."""
         kind = type(value)
         if isinstance(value, MXTensor):
-            return _MX(value.orig_dtype, self.view(value.qdata), self.view(value.scale))
+            return _MXView(value.orig_dtype, self.view(value.qdata), self.view(value.scale))
         if isinstance(value, Tensor):
             return self.view(value)
         if isinstance(value, (tuple, list)):
@@ -326,17 +326,17 @@ class CallRecorder(TorchDispatchMode):
 
         self._try(note)
 
-    def _part(self, argument: Any) -> _Part:
+    def _part(self, argument: Any) -> _LaunchArgument:
         if isinstance(argument, Tensor):
             argument = argument.data_ptr()
         if argument is None or isinstance(argument, int):
             at = None if argument is None else self.where(argument)
-            return _Part(argument, lambda addresses: argument) if at is None else _Part("address", itemgetter(0), (at,))
+            return _LaunchArgument(argument, lambda addresses: argument) if at is None else _LaunchArgument("address", itemgetter(0), (at,))
         if isinstance(argument, TensorMap):
             box, address, *layout = argument.made_of
             at = self.where(address)
             assert at is not None
-            return _Part((box, *layout), lambda addresses: nvrtc.tensor_map(box, addresses[0], *layout), (at,))
+            return _LaunchArgument((box, *layout), lambda addresses: nvrtc.tensor_map(box, addresses[0], *layout), (at,))
         found = [(byte, at) for byte, value in _words_of(argument) if (at := self.where(value)) is not None]
         kind, fixed = type(argument), bytearray(argument)
         for byte, _ in found:
@@ -348,7 +348,7 @@ class CallRecorder(TorchDispatchMode):
                 struct.pack_into("<Q", content, byte, address)
             return kind.from_buffer_copy(content)
 
-        return _Part((bytes(fixed), *(byte for byte, _ in found)), make, tuple(at for _, at in found))
+        return _LaunchArgument((bytes(fixed), *(byte for byte, _ in found)), make, tuple(at for _, at in found))
 
     def triton(self, function: Callable[..., None], grid: tuple[int, int], fixed: tuple, values: list[Any], tensors: list[int]) -> None:
         """A launch by the C function of a kernel of Triton's; `tensors`: which of its values are addresses."""

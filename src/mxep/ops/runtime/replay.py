@@ -11,6 +11,8 @@ on another stream, anything that differs from call to call.  So do calls that al
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -45,8 +47,11 @@ _SPARE = 2  # times what it allocates must be free for a recording
 _KEPT = 1024  # calls
 _LARGE = 16 << 20  # bytes of memory that is allocated when it is needed, and freed when it is not
 _GRAPHS = 256  # of a run of launches, by addresses
+_ALL_GRAPHS = 4096  # of this process; their memory is the driver's
 _ALIGNED = 16  # bytes, to which kernels have variants
 _PART_BYTES = 512  # to which torch aligns memory
+_TRITON_LAUNCH = "mxep.ops.runtime.launch"  # loads Triton, so only launchers import it
+_log = logging.getLogger(__name__)
 _like: Callable[[Tensor], tuple] = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -78,6 +83,7 @@ class _Run:
         fixed = [slot for slot in bases if slot in self.slots or slot == bases[-1]]  # the last one: what has all temporaries
         self._at: Callable[[list[int]], Any] = itemgetter(*fixed)
         self._graphs: dict[Any, LaunchGraph | None] = {}
+        self._graphable = len(launches) > 1
 
     def run(self, addresses: list[int], held: list[Any], stream: int) -> None:
         at = self._at(addresses)
@@ -87,12 +93,18 @@ class _Run:
             for slot, offset in self._temporaries.items():
                 addresses[slot] = memory + offset
             launch = partial(self._launch, addresses)
-            if at not in self._graphs or len(self._launches) == 1:
-                if len(self._graphs) == _GRAPHS:
-                    del self._graphs[next(iter(self._graphs))]
+            if at not in self._graphs:
+                if len(self._graphs) >= _GRAPHS:
+                    self._graphs.pop(next(iter(self._graphs)), None)
                 self._graphs[at] = None  # seen once
+            elif self._graphable and LaunchGraph.alive < _ALL_GRAPHS:
+                try:
+                    self._graphs[at] = graph = LaunchGraph(self._device, launch)
+                except RuntimeError as problem:
+                    self._graphable = False
+                    _log.warning("replayed launches run one by one, and not as a CUDA graph: %s", problem)
+            if graph is None:
                 return launch(stream)
-            graph = self._graphs[at] = LaunchGraph(self._device, launch)
         graph.run(stream)
 
     def _launch(self, addresses: list[int], stream: int) -> None:
@@ -216,6 +228,8 @@ class _Calls:
             return function()
         if self.plain < _PLAIN_CALLS:
             self.plain += 1
+            if self.plain < _PLAIN_CALLS:
+                return function()
             before = _allocated(device)
             results = function()
             self._bytes = _allocated(device) - before
@@ -242,11 +256,9 @@ class _Calls:
                 sequence = _Sequence(recorder, len(given.tensors), results)
             except NotReplayableError as problem:
                 self.problem = str(problem)
-        if sequence is not None and self.last is not None and self.last.notes == sequence.notes:
-            self.sequence, self.last = sequence, None
-            sequence.notes = None
-        else:
-            self.last = sequence
+        last, self.last = self.last, sequence
+        if sequence is not None and last is not None and last.notes == sequence.notes:
+            sequence.notes, self.sequence, self.last = None, sequence, None
         return results
 
 
@@ -279,7 +291,7 @@ class _Given:
         if kind in PLAIN:
             return self._facts_of(value)
         if kind in VALUES:
-            return value
+            return kind, value  # True is no 1
         if isinstance(value, (tuple, list)):  # most parts are None or tensors, and a call costs as much as these
             parts = [p if p is None else self._facts_of(p) if type(p) in PLAIN else self.facts(p) for p in value]
             return kind, *parts
@@ -294,7 +306,7 @@ class _Given:
         tensors.append(tensor)
         self.addresses.append(address)
         # Tensors in one storage: how far they are from each other.
-        place = address % _ALIGNED == 0 if first == number else (first, address - self.addresses[first])
+        place = address % _ALIGNED if first == number else (first, address - self.addresses[first])
         return _like(tensor), tensor.stride(), tensor.storage_offset() == 0, place
 
 
@@ -312,6 +324,7 @@ def _watched(device: torch.device) -> bool:
         or torch.is_grad_enabled()
         or is_capturing()
         or checking(device)
+        or ((triton := sys.modules.get(_TRITON_LAUNCH)) is not None and triton.is_watched())
     )
 
 
@@ -321,7 +334,7 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
     Args:
         function: works on the device alone, on the current stream, without gradients; what it does and returns depends on its options and
             on `_Given.facts` of its tensors.  It lives as long as its module.
-        options: what else it reads.
+        options: what else it reads; options that are equal are of the same types too.
         arguments: tensors, MX tensors, numbers, and tuples and lists of them; the first is a tensor.
 
     Returns:
@@ -337,8 +350,9 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
         return function(options, *arguments)
     call = _calls.get(key)
     if call is None:
-        if len(_calls) == _KEPT:
-            del _calls[next(iter(_calls))]
+        if len(_calls) >= _KEPT:  # rare shapes first
+            for old in [k for k, known in [*_calls.items()] if known.sequence is None] or [next(iter(_calls))]:
+                _calls.pop(old, None)
         call = _calls[key] = _Calls()
     if call.sequence is not None:
         if not autocast:
