@@ -115,6 +115,6 @@ def stub_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def synchronize(device: torch.device) -> None:
         assert done(10), "the process would hang at its end"
 
-    monkeypatch.setattr(symmetric, "_fill_bytes", lambda device, to, value, size, stream: ctypes.memset(to, value, size))
+    monkeypatch.setattr(symmetric, "fill_bytes", lambda device, to, value, size, stream: ctypes.memset(to, value, size))
     monkeypatch.setattr(symmetric, "_fill_words", _fill_words)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)

@@ -10,10 +10,9 @@ import ctypes
 import torch
 
 from mxep.device import is_capturing
-from mxep.ops.runtime.nvrtc import DriverFunction
+from mxep.ops.runtime.nvrtc import CAPTURE_MODE_RELAXED, DriverFunction
 
 MOST_CAPTURED = 4096  # exchanges in CUDA graphs, of one transport
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _capture_info = DriverFunction("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
 _exchange_mode = DriverFunction("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
 _copy_to_host = DriverFunction("cuMemcpyDtoHAsync_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
@@ -31,7 +30,7 @@ def capture_number(device: torch.device) -> int:
 
 def allow_queries_during_captures(device: torch.device) -> None:
     """Let this thread query events while another one captures; otherwise a query would end the capture."""
-    mode = ctypes.c_int(_RELAXED)
+    mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
     _exchange_mode(device, ctypes.addressof(mode))  # exchanges it with the thread's mode
 
 

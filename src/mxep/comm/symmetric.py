@@ -39,11 +39,10 @@ from mxep.comm.symmetric_memory import FLAG_BYTES, BufferGrowth, BufferPool, Buf
 from mxep.comm.watchdog import Watchdog
 from mxep.device import checking
 from mxep.ops.peer_write.reference import sent_bytes
-from mxep.ops.runtime.nvrtc import DriverFunction
+from mxep.ops.runtime.nvrtc import DriverFunction, fill_bytes
 from mxep.shapes import record_bytes
 
 _PIECE_BYTES, _MOST_PIECES = 48 << 20, 4  # of the rows for one rank, which are copied while the next piece is quantised
-_fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
 _fill_words = DriverFunction("cuMemsetD32Async", ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p)
 _Revise = Callable[[list[list[int]]], Sequence[int] | None]  # every rank's metadata -> the true sizes here, None: the sizes given
 _Fill = Callable[[int, torch.Tensor], None]  # number of a row, and the memory of that row and the next ones
@@ -399,7 +398,7 @@ class SymmetricTransport:
         stream = self._rescue.cuda_stream
 
         def poison(buffer: SymmBuffer) -> None:
-            _fill_bytes(self.device, buffer.memory.data_ptr(), _POISON, buffer.memory.numel(), stream)
+            fill_bytes(self.device, buffer.memory.data_ptr(), _POISON, buffer.memory.numel(), stream)
 
         self._pool.each(poison)
         words, flags = 2 * self.world, self._flags.memory.data_ptr()
@@ -409,7 +408,7 @@ class SymmetricTransport:
             there = flags + words * FLAG_BYTES * _SLOT_FLAGS
             _fill_words(self.device, there, _ahead(*self._slot_buffers.sent, *self._slot_buffers.taken), words, stream)
         if self._captured:
-            _fill_bytes(self.device, self._nothing.data_ptr(), _POISON, self._nothing.nbytes, stream)
+            fill_bytes(self.device, self._nothing.data_ptr(), _POISON, self._nothing.nbytes, stream)
             _fill_words(self.device, flags + words * FLAG_BYTES, 1, words * self._captured, stream)
 
     def close(self) -> None:

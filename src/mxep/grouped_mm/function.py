@@ -22,6 +22,7 @@ from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
 from mxep.grouped_mm.products import (
     GemmOptions,
     LoraProduct,
+    SavedForm,
     Weights,
     add_wgrad,
     gemm_options,
@@ -86,7 +87,7 @@ def multiply(
     ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
     form = (None, None) if kept is None or gemm is None else Weights(w, None, gemm, kept, dtype=weight_dtype).cached("forward")
     for_dgrad = one_path and all(ctx.needs_input_grad[:2]) and form[0] is None
-    out, *saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad), a, w, offs, bias, *form, *(lora or (None, None)))
+    out, *saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad), a, w, offs, bias, form, lora)
     assert out is not None
     return out, (*saved, w)
 
@@ -97,17 +98,14 @@ def _multiply(
     w: torch.Tensor,
     offs: torch.Tensor,
     bias: torch.Tensor | None,
-    data: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    inner: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
+    form: SavedForm,
+    lora: LoraProduct | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What `multiply` does on the device: the result, and what is saved but for w. `data` and `scale`: of w, from a cache."""
+    """What `multiply` does on the device: the result, and what is saved but for w. `form`: what it reads of w, from a cache."""
     gemm, weight_dtype, for_dgrad = options
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
-    weights = Weights(w, None, gemm, dtype=weight_dtype, forward=(data, scale))
+    weights = Weights(w, None, gemm, dtype=weight_dtype, forward=form)
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
-    lora = None if inner is None or lora_b is None else (inner, lora_b)
     out, operand, _ = multiply_rows(a, weights, "forward", ends, pad_map, lora=lora)
     assert out is not None
     if pad_map is not None:
@@ -138,7 +136,7 @@ def gradients(
         form = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=form).cached("dgrad")
     needs = needs_a, needs_w, needs_bias and ctx.bias_like is not None
     options = ctx.gemm, d_gemm, ctx.a_like, ctx.weight_dtype, ctx.bias_like, needs
-    d_a, d_w, d_bias = replayed(_gradients, options, grad, *of_rows, *form, w, offs, ctx.main_grad, *(lora or (None, None)))
+    d_a, d_w, d_bias = replayed(_gradients, options, grad, *of_rows, form, w, offs, ctx.main_grad, lora)
     return d_a, d_w, d_bias
 
 
@@ -149,13 +147,11 @@ def _gradients(
     scale: torch.Tensor | None,
     pad_map: torch.Tensor | None,
     ends: torch.Tensor | None,
-    dgrad_data: torch.Tensor | None,
-    dgrad_scale: torch.Tensor | None,
+    form: SavedForm,
     w: torch.Tensor,
     offs: torch.Tensor,
     main_grad: torch.Tensor | None,
-    inner: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
+    lora: LoraProduct | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """What `gradients` does on the device."""
     gemm, d_gemm, (num_rows, a_dtype), weight_dtype, bias_like, (needs_a, needs_w, needs_bias) = options
@@ -163,8 +159,7 @@ def _gradients(
     grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
     d_w = None
     d_bias = bias_grad(dequantize_data(grad), offs, *bias_like) if needs_bias else None
-    weights = Weights(w, None, d_gemm, dtype=weight_dtype, dgrad=(dgrad_data, dgrad_scale))
-    lora = None if inner is None or lora_b is None else (inner, lora_b)
+    weights = Weights(w, None, d_gemm, dtype=weight_dtype, dgrad=form)
     d_a, operand, row_map = multiply_rows(grad, weights, "dgrad", ends, pad_map, needs_a, needs_w, lora)
     if d_a is not None and pad_map is not None:
         d_a = scatter(d_a, pad_map, num_rows)

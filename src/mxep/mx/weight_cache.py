@@ -31,7 +31,7 @@ Forms = tuple[torch.Tensor, ...]  # data and scales of a weight in one form or i
 FormKey = tuple[str, str, str, torch.dtype | None]  # scaling mode, names of the forms, GEMM path, dtype to which the values are rounded
 
 
-_PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
+PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
 class _CachedForm(NamedTuple):
@@ -213,7 +213,7 @@ class CachedWeight:
         Raises:
             ValueError: in checking mode, if the weights have other values than the kept form.
         """
-        if not {type(weight) for weight in weights} <= _PLAIN_TENSORS or not self.cache.serves():
+        if not {type(weight) for weight in weights} <= PLAIN_TENSORS or not self.cache.serves():
             return None
         facts, device = self._facts(weights), weights[0].device
         kept, stream = self.cache._kept.get((self, key)), _stream_handle(device)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from mxep.ops.runtime.nvrtc import DriverFunction
+from mxep.ops.runtime.nvrtc import CAPTURE_MODE_RELAXED, DriverFunction
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do what they want
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _POINTER = ctypes.c_void_p
 _create_stream = DriverFunction("cuStreamCreate", _POINTER, ctypes.c_uint)
@@ -22,7 +21,6 @@ _instantiate = DriverFunction("cuGraphInstantiateWithFlags", _POINTER, _POINTER,
 _destroy_graph = DriverFunction("cuGraphDestroy", _POINTER)
 _launch = DriverFunction("cuGraphLaunch", _POINTER, _POINTER)
 _destroy = DriverFunction("cuGraphExecDestroy", _POINTER)
-fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, _POINTER)  # address, value, bytes, stream
 _capturing = threading.Lock()
 
 
@@ -55,7 +53,7 @@ class LaunchGraph:
         graph, ready = _POINTER(), _POINTER()
         with _capturing:
             stream = _stream_of(device)
-            _begin(device, stream, _RELAXED)
+            _begin(device, stream, CAPTURE_MODE_RELAXED)  # other threads may do what they want
             try:
                 launch(stream)
             finally:

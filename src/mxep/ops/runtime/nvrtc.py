@@ -37,7 +37,7 @@ _WORD = 2**64 - 1
 # cuda.h
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 _INVALID_CONTEXT = 201
-_CAPTURE_MODE_RELAXED = 2
+CAPTURE_MODE_RELAXED = 2
 _L2_PROMOTION_128 = 2
 SWIZZLE_NONE, SWIZZLE_128 = 0, 3
 
@@ -163,7 +163,7 @@ def relaxed_capture() -> Iterator[None]:
     A graph can hold kernels that no call before it has run: it quantises weights that a `WeightCache` kept until then, maybe by another
     variant, and works on chunks of rows that the host knew to be empty.
     """
-    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
 
     def exchange() -> None:
         _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
@@ -207,6 +207,10 @@ class DriverFunction:
             status = self._function(*arguments)
         if status:
             _check(status, self.name)
+
+
+# address, value, bytes, stream
+fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class Recorder(Protocol):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.mx.tensor import MXTensor
+from mxep.mx.weight_cache import PLAIN_TENSORS
 from mxep.operators import forms_of
 from mxep.ops.runtime import nvrtc
 from mxep.ops.runtime.nvrtc import Arguments, Kernel, PackedStructure, TensorMap
@@ -23,7 +24,6 @@ Where = tuple[int, int]  # a slot, which is the memory of one tensor, and bytes 
 
 _KEPT = 64  # combinations of addresses, of a launch; those that come again are in graphs
 _LEAST_ADDRESS = 1 << 32  # of a GPU's memory; no other number that a kernel is given is as large
-PLAIN = {Tensor, torch.nn.Parameter}
 VALUES = {type(None), bool, int, float, str, torch.dtype, torch.Size, torch.device}
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
@@ -210,7 +210,7 @@ class CallRecorder(TorchDispatchMode):
         self.problem: str | None = None
         self.steps: list[Step] = []
         self._left = most_bytes
-        self._device = tensors[0].device.index or 0
+        self.device = tensors[0].device
         self.slots = [_Slot(tensor) for tensor in tensors]  # held, so that no address is used twice
 
     def unknown(self, what: str) -> None:
@@ -219,7 +219,7 @@ class CallRecorder(TorchDispatchMode):
         self.steps, self.slots = [], []
 
     def _add(self, tensor: Tensor) -> int:
-        if (tensor.device.index or 0) != self._device or tensor.device.type != self.slots[0].tensor.device.type:
+        if tensor.device != self.device:
             raise NotReplayableError(f"memory of {tensor.device}")
         self.slots.append(_Slot(tensor))
         self._left -= tensor.untyped_storage().nbytes()
@@ -254,7 +254,7 @@ class CallRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if not set(types) <= PLAIN:  # what it makes of its parts comes here too
+        if not set(types) <= PLAIN_TENSORS:  # what it makes of its parts comes here too
             return NotImplemented
         if func.namespace == "mxep":  # its launcher: what that does is noted
             launcher = forms_of(func._schema.name.removeprefix("mxep::"))[args[0].device.type]
@@ -322,7 +322,7 @@ class CallRecorder(TorchDispatchMode):
             if own_stream or isinstance(arguments, PackedStructure):
                 raise NotReplayableError(f"{kernel.entry} on a stream of its own, or of a packed structure")
             parts = [self._part(argument) for argument in arguments.given]
-            self.steps.append(KernelLaunch(kernel, function, self._device, blocks, parts))
+            self.steps.append(KernelLaunch(kernel, function, self.device.index or 0, blocks, parts))
 
         self._try(note)
 

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from mxep.device import checking, is_capturing
 from mxep.mx.tensor import MXTensor
+from mxep.mx.weight_cache import PLAIN_TENSORS
 from mxep.ops.runtime import nvrtc
-from mxep.ops.runtime.launch_graph import LaunchGraph, fill_bytes
+from mxep.ops.runtime.launch_graph import LaunchGraph
+from mxep.ops.runtime.nvrtc import fill_bytes
 from mxep.ops.runtime.recording import (
-    PLAIN,
     VALUES,
     Allocation,
     CallRecorder,
@@ -112,7 +113,7 @@ class _Run:
             launch.run(addresses, stream)
 
 
-class _Call:
+class _OperatorCall:
     """An operator of torch."""
 
     def __init__(self, operator: Operator) -> None:
@@ -164,7 +165,7 @@ class _Sequence:
     def __init__(self, recorder: CallRecorder, num_given: int, results: Any) -> None:
         template, steps = recorder.template(results), recorder.steps
         self.notes: Any = steps, template  # what two recordings must have in common
-        self._results, self._new, self._device = maker(template), len(recorder.slots) - num_given, recorder.slots[0].tensor.device
+        self._results, self._new, self._device = maker(template), len(recorder.slots) - num_given, recorder.device
         allocations = [step for step in steps if isinstance(step, Allocation)]
         large, kept = {a.slot for a in allocations if a.nbytes >= _LARGE}, slots_of(template)
         own = kept | large | {slot for step in steps if isinstance(step, Operator) for slot in step.slots}
@@ -173,7 +174,7 @@ class _Sequence:
         bases = [slot for slot in range(len(recorder.slots)) if slot not in temporary] + [len(recorder.slots)]
         last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
         first = [_Allocate(a) for a in allocations if a.slot in own - large]
-        parts, launches = list[_Run | _Call | _Allocate](first), list[_Launch]()
+        parts, launches = list[_Run | _OperatorCall | _Allocate](first), list[_Launch]()
 
         def end_run() -> None:
             if launches:
@@ -183,7 +184,7 @@ class _Sequence:
         for i, step in enumerate(steps):
             if isinstance(step, Operator):
                 end_run()
-                parts.append(_Call(step))
+                parts.append(_OperatorCall(step))
             elif isinstance(step, Allocation):
                 if step.slot in large:
                     end_run()
@@ -288,12 +289,12 @@ class _Given:
     def facts(self, value: Any) -> Any:
         """All that a function reads of an argument, but for the values of its tensors. Raises KeyError for one that cannot be replayed."""
         kind = type(value)
-        if kind in PLAIN:
+        if kind in PLAIN_TENSORS:
             return self._facts_of(value)
         if kind in VALUES:
             return kind, value  # True is no 1
         if isinstance(value, (tuple, list)):  # most parts are None or tensors, and a call costs as much as these
-            parts = [p if p is None else self._facts_of(p) if type(p) in PLAIN else self.facts(p) for p in value]
+            parts = [p if p is None else self._facts_of(p) if type(p) in PLAIN_TENSORS else self.facts(p) for p in value]
             return kind, *parts
         if kind is MXTensor:
             return value.orig_dtype, self._facts_of(value.qdata), self._facts_of(value.scale)
