@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.end_with_parent import end_with_parent
 
 
 class RankError(AssertionError):
@@ -24,6 +25,7 @@ class RankError(AssertionError):
 def _rank_main(
     fn: Callable, rank: int, world_size: int, folder: str, timeout: float, backend: str | None, args: tuple, environment: dict[str, str]
 ) -> None:
+    end_with_parent()
     os.environ.clear()  # the server that this process is forked from has the environment of the first call
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
@@ -63,7 +65,7 @@ def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "mxep.train.run", "pytest"])  # imported once, then forked
+    context.set_forkserver_preload(["tests.end_with_parent", "torch", "mxep.train.run", "pytest"])  # imported once, then forked
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as folder:
         ranks = [
             context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout, backend, args, dict(os.environ)), daemon=True)

@@ -33,6 +33,23 @@ def test_a2a_on_two_ranks() -> None:
     assert {line.count("|") for line in table.splitlines()} == {page.splitlines()[0].count("|")}
 
 
+def _speed_rank(rank: int, world: int, ms: list[float]) -> str:
+    try:
+        timing.check_equal_speed(CPU, torch.distributed.group.WORLD, lambda device: ms[rank])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_slow_gpu_stops_a_measurement() -> None:
+    """A GPU that another process uses as well would be recorded as the layer's speed."""
+    assert run_ranks(_speed_rank, 2, [20.0, 24.0]) == ["", ""]
+    for text in run_ranks(_speed_rank, 2, [20.0, 40.5]):
+        assert "rank 1 in 40.5 ms, and 20.0 ms on the fastest rank" in text
+    timing.check_equal_speed(CPU, None, lambda device: 1 / 0)
+    assert timing.product_ms(CPU, side=32, products=2) > 0
+
+
 def _layer_rank(rank: int, world: int) -> list[dict]:
     setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
     return registry.run("layer", setting, "", lambda text: None)

@@ -309,4 +309,4 @@ def test_large_calls_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_MOST_BYTES", 1 << 16)
     check(experts_run("mxfp8_wgrad_with_mx"), monkeypatch, 0)
     assert not replayed_sequences()
-    assert {call.problem for call in replay._calls.values()} == {"it allocates much"}
+    assert all((call.problem or "").startswith("it allocates ") for call in replay._calls.values())

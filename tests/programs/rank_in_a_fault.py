@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tests.end_with_parent  # noqa: F401, first: other imports take seconds
 import torch
 import torch.distributed as dist
 from tests.faults import MOMENTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -214,13 +215,18 @@ def train_step(chosen: Sequence[Record], name: str, folder: Path, one_scale: boo
 
 
 def train_curves(records: Sequence[Record], folder: Path) -> Path:
-    """Loss and tokens per second of every arm by step, on the most ranks: a column for each run."""
+    """Loss and tokens per second of every arm by step, on the most ranks: a pair of panels for each run, at most three side by side."""
     chosen = of_most_ranks(records)
-    figure, axes = _axes(6.5 * len(chosen), 6.5, 2, (3, 2), len(chosen))
-    for (loss, speed), record in zip(axes.reshape(2, -1).T, chosen, strict=True):
+    columns = min(len(chosen), 3)
+    rows = math.ceil(len(chosen) / columns)
+    figure, axes = _axes(6.5 * columns, 6.5 * rows, 2 * rows, (3, 2) * rows, columns)
+    panels = axes.reshape(rows, 2, columns).swapaxes(1, 2).reshape(-1, 2)
+    for (loss, speed), record in zip(panels, chosen, strict=False):
         draw_comparison(loss, speed, runs_of(record), slice(COUNTED.start, -record.get("traced_steps", 1)))  # older records: one
         loss.set_title(textwrap.fill(_training_title(record), 64), loc="left", fontsize=10)
         speed.sharex(loss)
+    for unused in panels[len(chosen) :].flat:
+        unused.remove()
     return _save(figure, "train_curves", folder)
 
 

@@ -95,13 +95,13 @@ def of_most_ranks(records: Sequence[Record]) -> list[Record]:
 
 
 def of_newest(records: Sequence[Record]) -> list[Record]:
-    """The records of the device that was measured last.
+    """The records of the last day, of one device: the last by name of those that were measured then.
 
-    >>> of_newest([{"device": "h200", "date": "2026-11-22"}, {"device": "h100", "date": "2026-11-28"}, {"device": "h100", "date": ""}])
-    [{'device': 'h100', 'date': '2026-11-28'}, {'device': 'h100', 'date': ''}]
+    >>> of_newest([{"device": device, "date": f"2026-11-{day}"} for device, day in (("h100", 28), ("h200", 22), ("h200", 28))])
+    [{'device': 'h200', 'date': '2026-11-28'}]
     """
-    last = max(records, key=lambda record: record["date"], default=None)
-    return [record for record in records if last is not None and record["device"] == last["device"]]
+    last = max(((record["date"], record["device"]) for record in records), default=None)
+    return [record for record in records if (record["date"], record["device"]) == last]
 
 
 def of_one_device(records: Sequence[Record]) -> list[Record]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import mxep.operators  # noqa: F401, binds torch.ops.mxep
 from mxep.bench.records import Record, device_name, origin
-from mxep.bench.timing import MAX_HOST_LATE, MAX_SPREAD, Arm, Rounds, Timing, time_arms
+from mxep.bench.timing import MAX_HOST_LATE, MAX_SPREAD, Arm, Rounds, Timing, check_equal_speed, time_arms
 
 # Arms that are all memory-bound do not change the GPU's clock for each other, GEMMs nearly so: they need many short rounds, since the
 # differences are between rounds.
@@ -193,8 +193,10 @@ def run(
 
     Raises:
         CheckFailedError: wrong results; nothing of this case was timed.
-        ValueError: see `cases_of`.
+        ValueError: see `cases_of`; ranks' GPUs differ in speed.
     """
+    if setting.device.type == "cuda":
+        check_equal_speed(setting.device, setting.group)
     records: list[Record] = []
     for case in cases_of(name, setting):
         with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES, fail_on_recompile_limit_hit=True):

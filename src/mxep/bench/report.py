@@ -154,7 +154,7 @@ def _training_steps(trainings: Records) -> list[tuple[str, str, float, list[floa
 def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
     """README's table: layers, `ep_grouped_mm` and training steps on the most GPUs, each against the fastest arm in bf16 over NCCL.
 
-    Of several kinds of GPUs the one that was measured last; no run in which MXFP8 is a CUDA graph, which bf16 over NCCL cannot be.
+    Of the last day, and of one kind of GPU; no run in which MXFP8 is a CUDA graph, which bf16 over NCCL cannot be.
     """
     alike = [record for record in trainings if "cuda_graph" not in record["options"]]
     rows = [row[:5] for row in _speeds(layers, pipelines, of_newest) if not row[0].startswith(_FIVE_BLOCKS)]

@@ -8,6 +8,9 @@ slowest rank.
 Two things make a reading worthless without showing in its percentiles, so both are recorded with it: rounds whose medians differ
 (`round_spread`), and runs that the device reached before the host had launched them (`host_behind`), in which the device waited while the
 clock ran.
+
+A GPU that another process uses as well takes turns with it, and the slowest rank's time is recorded.  `check_equal_speed` finds such a
+GPU before several ranks are measured.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mxep.comm.collective import gather_objects
+
 Stage = Callable[[], object]
 Arm = Mapping[str, Stage]  # stage name -> work, in sequence; "" for the only stage of an arm
 Mark = torch.cuda.Event | float
 MIN_RUNS = 20
 MAX_SPREAD = 1.08  # of the rounds' medians: single readings on an idle machine differ by 3 to 6%
 MAX_HOST_LATE = 0.2  # of the runs: above it p80 is the host's
+MAX_SLOWER = 1.25  # a rank's GPU than the fastest: GPUs of one model differ by some 5%
 _MAX_WARM_RUNS = 2000
 _CYCLES_PER_MS = 2_000_000  # of a GPU at its highest clock; at a lower one it waits longer
 
@@ -198,6 +204,37 @@ def time_arms(
         names = [name] if len(arm) == 1 else [f"{name}_{stage}" for stage in (*arm, "total")]
         found |= dict(zip(names, timings[-len(names) :], strict=True))
     return found
+
+
+def product_ms(device: torch.device, side: int = 4096, products: int = 100) -> float:
+    """Milliseconds of that many square bf16 products, after as many for warming up; about 20 on an H100, several turns of its processes."""
+    a = torch.randn(side, side, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(a)
+    for _ in range(2):
+        start = mark(device)
+        for _ in range(products):
+            torch.mm(a, a, out=out)
+        end = mark(device)
+        synchronize(device)
+    return between_ms(start, end)
+
+
+def check_equal_speed(device: torch.device, group: dist.ProcessGroup | None, measure: Callable[[torch.device], float] = product_ms) -> None:
+    """Compares the speed of all ranks' devices at the same work, `measure` in milliseconds.
+
+    Raises:
+        ValueError: on every rank: some are slower than the fastest one by more than `MAX_SLOWER`.
+    """
+    if group is None:
+        return
+    barrier(device, group)
+    times = gather_objects(measure(device), group)
+    slow = [f"rank {rank} in {ms:.1f} ms" for rank, ms in enumerate(times) if ms > MAX_SLOWER * min(times)]
+    if slow:
+        raise ValueError(
+            f"the same products take {', '.join(slow)}, and {min(times):.1f} ms on the fastest rank, want equal GPUs: end what else runs "
+            "on them (`nvidia-smi` lists it), or look there whether their clocks are limited"
+        )
 
 
 CALLS = 10  # of an arm
