@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mxep.bench.accuracy import sqnr_db
 from mxep.bench.random_models import fill, model_through_mxfp4, random_model
-from mxep.bench.timing import synchronize
+from mxep.bench.timing import synchronize, use_expandable_segments
 from mxep.bench.training import trace_of
 from mxep.bench.transformers_step import model_config
 from mxep.mx.weight import MXWeight
@@ -331,7 +331,7 @@ def measure_arm(name: str, sizes: FinetuneSizes, device: torch.device, say: Call
     began, arm, found, on_gpu = time.perf_counter(), ARMS[name], dict[str, Any](), device.type == "cuda"
     synchronize(device)  # the device has memory statistics from here on
     if on_gpu:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # as `mxep train`
+        use_expandable_segments()
 
     def tell(text: str) -> None:
         say(f"finetune: {name}: {time.perf_counter() - began:.0f} s: {text}")

@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 from mxep.bench.accuracy import db_problem, gradients, sqnr_db
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, host_facts, run_arm
+from mxep.bench.timing import Arm, host_facts, run_arm, use_expandable_segments
 from mxep.bench.training import IDLE, exposed_ms, step_parts, trace_of
 from mxep.comm.collective import gather_objects, resolve_group
 from mxep.device import total_memory
@@ -133,7 +133,7 @@ class LayerProblem:
         self.config = MoEConfig(D, H, E, C, renormalize=True)
         device = setting.device
         if device.type == "cuda":
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # arms of all sizes use the memory in turn
+            use_expandable_segments()
             torch.cuda.empty_cache()
         same = torch.Generator(device).manual_seed(_SEED)  # the same on all ranks
         normal = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=same)

@@ -25,7 +25,7 @@ from mxep.bench.accuracy import LEAST_DB, db_problem, five_blocks, gradients, sq
 from mxep.bench.baselines import copy_of, counts_of, dense_fp8, random_bytes, random_fp8
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Mark, Timing, barrier, between_ms, hold, mark, max_over_ranks, synchronize
+from mxep.bench.timing import Mark, Timing, barrier, between_ms, hold, mark, max_over_ranks, synchronize, use_expandable_segments
 from mxep.ep.ep_grouped_mm_collective import ep_grouped_mm
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -207,7 +207,7 @@ def compute_figures(ms: Mapping[str, float], D: int, N: int, routing: str) -> di
 def cases(setting: Setting) -> Iterator[Case]:
     """Every shape, balanced and by Zipf's law."""
     if setting.device.type == "cuda":
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # shapes of all sizes use the memory in turn
+        use_expandable_segments()
     shared = symmetric_group(setting.group, setting.device)
     T, L = (256, 4) if setting.tiny else (ROWS, EXPERTS)
     shapes = ((128, 64),) if setting.tiny else SHAPES[1:2] if setting.quick else SHAPES

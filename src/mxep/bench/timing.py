@@ -206,6 +206,11 @@ def time_arms(
     return found
 
 
+def use_expandable_segments() -> None:
+    """The GPU's memory serves arms of all sizes in turn, as in `mxep train`."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # torch has no public name for it
+
+
 def product_ms(device: torch.device, side: int = 4096, products: int = 100) -> float:
     """Milliseconds of that many square bf16 products, after as many for warming up; about 20 on an H100, several turns of its processes."""
     a = torch.randn(side, side, dtype=torch.bfloat16, device=device)
