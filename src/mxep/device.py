@@ -89,6 +89,22 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def device_type_of(option: str) -> str:
+    """What a command's `--device` means here: "auto" is the default device type.
+
+    Raises:
+        ValueError: "cuda" without a usable GPU.
+
+    >>> device_type_of("cpu")
+    'cpu'
+    """
+    if option == "auto":
+        return default_device_type()
+    if option == "cuda" != default_device_type():
+        raise ValueError("--device cuda, but torch sees no CUDA GPU here; use --device cpu, or run `mxep doctor`")
+    return option
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes of memory that programs on a device can have: of the GPU; or of the host, swap included, within the container's limit."""
     if device.type == "cuda":

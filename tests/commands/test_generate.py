@@ -108,7 +108,7 @@ def test_a_chat(of_chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--chat"], "--chat without a prompt"),
         (["x", "--chat"], "got tokens of bytes"),
         (["x", "--step", "7"], "no checkpoint of step 7"),
-        (["x", "--device", "cuda"], "--device=cuda, but torch finds no GPU here"),
+        (["x", "--device", "cuda"], "--device cuda, but torch sees no CUDA GPU here"),
         (["x" * 4096], "a prompt of 4096 tokens, want fewer than the model's 4096"),
     ],
 )

@@ -247,11 +247,11 @@ def _resolved(config: TrainConfig) -> ResolvedConfig:
 
 def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | None) -> int:
     """Runs what is not done yet; once all is done, write the record."""
-    from mxep.device import default_device_type
+    from mxep.device import device_type_of
 
     words = train_options(plan.given, options.out)
     config = read_options(words)
-    device_type = default_device_type() if config.device == "auto" else config.device
+    device_type = device_type_of(config.device)
     resolved, runs, corpus = resolve(config, device_type, 1), plan.runs(options.out), options.out / CORPUS_FILE
     if str(corpus) in config.data and not corpus.exists():
         taken, left_out = write_python_corpus(corpus)

@@ -81,13 +81,11 @@ def stream(config: GenerateConfig) -> Iterator[str]:
     """
     import torch
 
-    from mxep.device import default_device_type
+    from mxep.device import device_type_of
     from mxep.train.data.chat import ChatTemplate
 
     config.check()
-    if config.device == "cuda" != default_device_type():
-        raise ValueError("--device=cuda, but torch finds no GPU here; want cpu, or a torch with CUDA")
-    device = torch.device(default_device_type() if config.device == "auto" else config.device)
+    device = torch.device(device_type_of(config.device))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, tokenizer, what = _load(config, device, dtype)
     stop = {tokenizer.end}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mxep.bench.records import device_name, origin, write_records
 from mxep.commands.convergence import RunPool, SeedRun, arm_of, log_tail, missing_for_verdict, say, without_folder
-from mxep.device import default_device_type, resolve_gemm_path
+from mxep.device import device_type_of, resolve_gemm_path
 from mxep.models.loss import IGNORE
 from mxep.recipe import Recipe
 from mxep.train.data.loader import Batch, TrainingSequences, held_out_batches, load_corpus
@@ -50,7 +50,7 @@ def command(argv: Sequence[str]) -> int:
     started = time.monotonic()
     options = _parse(argv)
     deadline = None if options.seconds is None else started + options.seconds
-    device = torch.device(default_device_type() if options.device == "auto" else options.device)
+    device = torch.device(device_type_of(options.device))
     runs = [SeedRun(arm, seed, options.out / f"{arm}-seed{seed}", ()) for seed in range(options.seeds) for arm in ARMS]
     waiting = [run for run in runs if options.only in (None, run.name) and _step_of(run) < options.steps]
     at_once = min(options.at_once or (len(waiting) if device.type == "cuda" else 1), len(waiting))

@@ -15,7 +15,7 @@ from rich.table import Table
 import mxep.operators  # noqa: F401, binds torch.ops.mxep
 from mxep.bench.ranks import is_rank, rank_group, start_ranks
 from mxep.bench.tables import table_of
-from mxep.device import default_device_type
+from mxep.device import device_type_of
 from mxep.fused.network_profiler import WAYS, ExchangeTime, NetworkProfile, NetworkProfiler
 
 _NAMES = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather / reduce_scatter"}
@@ -68,10 +68,8 @@ def _cells(time: ExchangeTime, limit: float) -> tuple[str, str, str]:
 def command(argv: Sequence[str]) -> int:
     """Run `mxep profile <argv>`; returns 0, or 1 when a rank failed. Raises ValueError for invalid options."""
     options = _parser().parse_args(list(argv))
-    device_type = default_device_type() if options.device == "auto" else options.device
+    device_type = device_type_of(options.device)
     histogram = _histogram(options.histogram)
-    if device_type == "cuda" and default_device_type() != "cuda":
-        raise ValueError("--device cuda, but torch sees no CUDA GPU here; use --device cpu, or run `mxep doctor`")
     if not is_rank():
         return 1 if start_ranks(["profile", *argv], device_type, options.nproc) else 0
     with rank_group(True, device_type) as (device, group):

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mxep.integrations.torchtitan_experts import TitanExpertWeights, TopKRouting, experts_output, gpt_oss_weights, require_torchtitan
+from mxep.integrations.torchtitan_experts import TopKRouting, experts_output, gpt_oss_experts, require_torchtitan
+from mxep.moe.expert_mlp import ExpertWeights
 from mxep.mx.rows import unflatten_rows
+from mxep.ops.activation.functions import SwiGLU
 from mxep.parallel import MXFP8ExpertParallel, convert_experts
 from mxep.parallel.conversion import converted_recipe
 from mxep.parallel.expert_parallel import shard_experts
@@ -154,10 +156,10 @@ def _fuse(layer: Any) -> None:
 def _experts_forward(experts: Any, tokens: Tensor, choices: TopKRouting) -> Tensor:
     if _is_gpt_oss(experts):
         of_layers = experts.mlp1_weight, experts.mlp1_bias, experts.mlp2_weight, experts.mlp2_bias
-        weights = gpt_oss_weights(*of_layers, experts.swiglu_limit)
+        weights, swiglu = gpt_oss_experts(*of_layers, experts.swiglu_limit)
     else:
-        weights = TitanExpertWeights(experts.w1, experts.w2, experts.w3)
-    return experts_output(tokens, choices, weights, converted_recipe(experts))
+        weights, swiglu = ExpertWeights(experts.w1, experts.w2, experts.w3), SwiGLU()
+    return experts_output(tokens, choices, weights, converted_recipe(experts), swiglu)
 
 
 def _layer_forward(layer: Any, x: Tensor) -> Tensor:

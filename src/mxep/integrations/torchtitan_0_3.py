@@ -17,8 +17,10 @@ from mxep.checks import check_rows
 from mxep.ep.blocks import Permuted, combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.grouped_mm.function import recipe_grouped_mm
-from mxep.integrations.torchtitan_experts import TitanExpertWeights, TopKRouting, experts_output, gpt_oss_weights, require_torchtitan
+from mxep.integrations.torchtitan_experts import TopKRouting, experts_output, gpt_oss_experts, require_torchtitan
+from mxep.moe.expert_mlp import ExpertWeights
 from mxep.mx.rows import unflatten_rows
+from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 require_torchtitan(__name__, "0.3", "install torchtitan==0.3.0", "0.2: mxep.integrations.torchtitan_0_2")
@@ -44,14 +46,15 @@ class _ByRecipe(GroupedExperts):
         super().__init__(config)
         self.recipe = resolve_recipe(config.recipe)
 
-    def weights(self) -> TitanExpertWeights:
+    def experts(self) -> tuple[ExpertWeights, SwiGLU]:
         raise NotImplementedError
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor | TopKRouting) -> Tensor:
         """Rows in the experts' order and their counts, as torchtitan has them; or tokens (T, D) and their choices -> (T, D), summed."""
         if not isinstance(num_tokens_per_expert_E, TopKRouting):
             return super().forward(x_RD, num_tokens_per_expert_E)
-        return experts_output(x_RD, num_tokens_per_expert_E, self.weights(), self.recipe)
+        weights, swiglu = self.experts()
+        return experts_output(x_RD, num_tokens_per_expert_E, weights, self.recipe, swiglu)
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         """A (P, K), B_t (L, K, N), END offsets (L,) -> (P, N) in A's dtype."""
@@ -67,8 +70,8 @@ class MXFP8GroupedExperts(_ByRecipe):
     class Config(GroupedExperts.Config):
         recipe: str
 
-    def weights(self) -> TitanExpertWeights:
-        return TitanExpertWeights(self.w1_EFD, self.w2_EDF, self.w3_EFD)
+    def experts(self) -> tuple[ExpertWeights, SwiGLU]:
+        return ExpertWeights(self.w1_EFD, self.w2_EDF, self.w3_EFD), SwiGLU()
 
 
 class MXFP8GptOssGroupedExperts(_ByRecipe, GptOssGroupedExperts):
@@ -78,8 +81,8 @@ class MXFP8GptOssGroupedExperts(_ByRecipe, GptOssGroupedExperts):
     class Config(GptOssGroupedExperts.Config):
         recipe: str
 
-    def weights(self) -> TitanExpertWeights:
-        return gpt_oss_weights(self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED, self.swiglu_limit)
+    def experts(self) -> tuple[ExpertWeights, SwiGLU]:
+        return gpt_oss_experts(self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED, self.swiglu_limit)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,13 @@ imported.
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mxep.fused.layer import fused_experts
+from mxep.moe.expert_mlp import ExpertWeights
 from mxep.ops.activation.functions import SwiGLU
 from mxep.placements import to_local
 from mxep.recipe import Recipe
@@ -39,33 +40,19 @@ class TopKRouting:
         self.experts, self.scores, self.num_experts, self.group = experts, scores, num_experts, group
 
 
-class TitanExpertWeights(NamedTuple):
-    """The weights of this rank's experts, DTensors or plain tensors, as `fused_experts` takes them.
-
-    Attributes:
-        w1: gate (L, H, D) with w3, else gate and up (L, 2H, D) as `layout` says.  w2: down (L, D, H).  w3: up (L, H, D) or None.
-        b1, b2: biases (L, 2H) and (L, D), or None.  swiglu: its form.
-    """
-
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor | None = None
-    b1: Tensor | None = None
-    b2: Tensor | None = None
-    layout: str = "concatenated"
-    swiglu: SwiGLU = SwiGLU()
-
-
-def gpt_oss_weights(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, limit: float) -> TitanExpertWeights:
+def gpt_oss_experts(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, limit: float) -> tuple[ExpertWeights, SwiGLU]:
     """Of torchtitan's experts for gpt-oss, whose code has all of SwiGLU's form but the limit as constants."""
-    return TitanExpertWeights(w1, w2, None, b1, b2, "interleaved", SwiGLU(limit, 1.702, 1.0))
+    return ExpertWeights(w1, w2, None, b1, b2, layout="interleaved"), SwiGLU(limit, 1.702, 1.0)
 
 
-def experts_output(tokens: Tensor, choices: TopKRouting, weights: TitanExpertWeights, recipe: Recipe | None) -> Tensor:
-    """Tokens (T, D) -> (T, D) in their dtype, weighted and summed; in bf16, as torchtitan multiplies them."""
+def experts_output(tokens: Tensor, choices: TopKRouting, weights: ExpertWeights, recipe: Recipe | None, swiglu: SwiGLU) -> Tensor:
+    """Tokens (T, D) -> (T, D) in their dtype, weighted and summed; in bf16, as torchtitan multiplies them.
+
+    `weights`: of this rank's experts, DTensors or plain tensors.
+    """
     w1, w2, w3, b1, b2 = (None if value is None else to_local(value).bfloat16() for value in weights[:5])
     assert w1 is not None
     assert w2 is not None
     given, total = (tokens.bfloat16(), choices.experts, choices.scores), choices.num_experts
-    form: dict[str, Any] = {"w3": w3, "layout": weights.layout, "swiglu": weights.swiglu}
+    form: dict[str, Any] = {"w3": w3, "layout": weights.layout, "swiglu": swiglu}
     return fused_experts(*given, w1, b1, w2, b2, total, group=choices.group, recipe=recipe, **form).to(tokens.dtype)

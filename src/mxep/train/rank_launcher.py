@@ -176,13 +176,11 @@ def plan_ranks(config: TrainConfig) -> tuple[str, int]:
         return "cpu", asked or CPU_RANKS
     import torch
 
-    from mxep.device import default_device_type
+    from mxep.device import device_type_of
 
-    if config.device == "auto" and default_device_type() == "cpu":
+    if device_type_of(config.device) == "cpu":
         return "cpu", asked or CPU_RANKS
     gpus = torch.cuda.device_count()
-    if gpus == 0:
-        raise ValueError("--device cuda, but torch sees no CUDA GPU here; use --device cpu, or run `mxep doctor`")
     if asked and asked > gpus:
         raise ValueError(f"{asked} ranks asked for, but this machine has {gpus} GPUs; change --nproc or the degrees, or use torchrun")
     return "cuda", asked or gpus
