@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -378,10 +379,51 @@ def calls_the_driver(options: str, x: Tensor) -> Tensor:
     return x + 1
 
 
+def multiplies_a_selection(options: str, x: Tensor) -> Tensor:
+    return doubled(x.nonzero().float()).sum() + x
+
+
+def selects_by_a_mask(options: str, x: Tensor) -> Tensor:
+    return doubled(x[x > 2])
+
+
+def leaves_memory_to_others(options: str, x: Tensor) -> Tensor:
+    """A launch that nothing tells of, as by another package."""
+    out = torch.empty_like(x)
+    _work(x.data_ptr(), out.data_ptr(), x.numel())
+    return out
+
+
+def launches_by_a_library(options: str, x: Tensor) -> Tensor:
+    out = doubled(x)
+    nvrtc.unrecorded("a library")
+    _work(out.data_ptr(), out.data_ptr(), x.numel())
+    return out
+
+
+@dataclass(frozen=True)
+class Frozen:
+    tensor: Tensor
+
+
+def returns_a_frozen_object(options: str, x: Tensor) -> Any:
+    return x + 1, Frozen(doubled(x)[:1])
+
+
+def returns_a_class(options: str, x: Tensor) -> Any:
+    return x + 1, Frozen
+
+
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        (reads_on_host, "_local_scalar_dense returns no tensor"),
+        (reads_on_host, "_local_scalar_dense.default, which reads values"),
+        (multiplies_a_selection, "nonzero.default, which reads values"),
+        (selects_by_a_mask, "index.Tensor, which reads values"),
+        (leaves_memory_to_others, "no launch or operator of the recording uses"),
+        (launches_by_a_library, "a library"),
+        (returns_a_frozen_object, "a Frozen, which may differ from call to call"),
+        (returns_a_class, "a type, which may differ from call to call"),
         (launches_on_memory_of_others, "which it was not given"),
         (adds_memory_of_others, "no view of what it was given"),
         (returns_memory_of_others, "no view of what it was given"),
@@ -399,6 +441,61 @@ def test_what_a_recording_cannot_repeat(function: Callable[..., Tensor], what: s
             )
             assert torch.equal(got, want)
     assert what in problem()
+
+
+def test_memory_of_two_storages() -> None:
+    """The next call may have them apart."""
+
+    def function(options: str, x: Tensor, y: Tensor) -> Tensor:
+        return doubled(y)
+
+    for number in range(CALLS):
+        x = torch.full((4,), float(number))
+        assert torch.equal(replayed(function, "options", x, torch.from_dlpack(x)), 2 * x)
+    assert "which several storages have" in problem()
+
+
+def test_results_that_a_caller_may_change() -> None:
+    def function(options: str, x: Tensor) -> Any:
+        return x + 1, [1, 2], {"a": (3, [4])}
+
+    for _ in range(CALLS):
+        _, numbers, named = replayed(function, "options", torch.ones(4))
+        assert (numbers, named) == ([1, 2], {"a": (3, [4])})
+        numbers.append(9)
+        named["a"][1].append(9)
+    assert ready() == [True]
+
+
+def test_an_alias_of_an_argument_is_an_object_of_its_own() -> None:
+    def function(options: str, x: Tensor) -> Any:
+        return doubled(x), x.detach(), x
+
+    for _ in range(CALLS):
+        x = torch.ones(4).requires_grad_()
+        _, alias, same = replayed(function, "options", x)
+        assert same is x
+        assert alias is not x
+        assert alias.data_ptr() == x.data_ptr()
+    assert ready() == [True]
+
+
+def test_numbers_that_choose_values() -> None:
+    def function(options: str, x: Tensor, indices: Tensor) -> Tensor:
+        return doubled(x[indices])
+
+    check(function, lambda i: (torch.arange(8.0) + i, torch.tensor([i % 8, 1])), lambda x, indices: 2 * x[indices])
+
+
+def test_signs_of_zeros_and_empty_tensors() -> None:
+    def function(options: str, x: Tensor, empty: Tensor, number: float) -> Tensor:
+        return torch.full_like(x, number) + 0 * x.sum() if empty.numel() else torch.full_like(x, number)
+
+    storage = torch.zeros(8)
+    for number in (0.0, -0.0):
+        for _ in range(CALLS):
+            assert replayed(function, "options", torch.ones(4), storage[:0], number).signbit().all() == (number.hex() == "-0x0.0p+0")
+    assert ready() == [True, True]
 
 
 def test_what_differs_from_call_to_call() -> None:
@@ -496,7 +593,7 @@ def test_zeros_of_an_argument() -> None:
     check(function, lambda i: (torch.full((4,), float(i)),), lambda x: x)
 
 
-@pytest.mark.parametrize("watched", ["gradients", "checking", "mode", "profiler", "capture", "another device"])
+@pytest.mark.parametrize("watched", ["gradients", "checking", "mode", "function mode", "profiler", "capture", "another device"])
 def test_runs_as_it_is_where_something_watches(watched: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered = 0
 
@@ -519,6 +616,13 @@ def test_runs_as_it_is_where_something_watches(watched: str, monkeypatch: pytest
                 return func(*args, **(kwargs or {}))
 
         with Mode():
+            replayed(function, "options", torch.ones(4))
+    elif watched == "function mode":
+        from torch.overrides import BaseTorchFunctionMode
+
+        with BaseTorchFunctionMode():
+            replayed(function, "options", torch.ones(4))
+        with torch.device("cpu"):  # one of torch's own, which changes nothing here
             replayed(function, "options", torch.ones(4))
     elif watched == "profiler":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

@@ -13,7 +13,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 
 from mxep.device import is_capturing
-from mxep.ops.runtime.nvrtc import current_gpu, recorder_here, recorders, relaxed_capture
+from mxep.ops.runtime.nvrtc import current_gpu, recorder_here, recorders, relaxed_capture, unrecorded
 
 _INT32 = 2**31  # the first number that it does not hold
 _BYTES = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
@@ -81,20 +81,17 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
             known += value.dtype, value.get_device(), address % 16 == 0
     key = tuple(known)
     variant = _variants.get(key)
-    recorder = recorder_here() if recorders else None
     if variant is None:
-        if recorder is not None:
-            recorder.unknown("a first launch")
+        unrecorded("a first launch")
         values = _as_bytes(parameters.values(arguments))
         with relaxed_capture() if is_capturing() else nullcontext():  # Triton loads it
             _variants[key] = _compiled_kernel(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
         return
     if variant.function is None or is_watched():
-        if recorder is not None:
-            recorder.unknown("a launch by Triton's runner")
+        unrecorded("a launch by Triton's runner")
         variant.compiled[x, y, 1](*values)
     else:
-        if recorder is not None:
+        if recorders and (recorder := recorder_here()) is not None:
             given = parameters.values(arguments)
             recorder.triton(
                 variant.function, (x, y), variant.fixed, values, [i for i, v in enumerate(given) if isinstance(v, torch.Tensor)]

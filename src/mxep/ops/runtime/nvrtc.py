@@ -197,8 +197,7 @@ class DriverFunction:
 
     def __call__(self, device: torch.device, *arguments: int | bytes) -> None:
         """Call it on a GPU, from any thread. Raises RuntimeError when it fails."""
-        if recorders and (recorder := recorder_here()) is not None:
-            recorder.unknown(self.name)
+        unrecorded(self.name)
         if self._function is None and not self.exists():
             raise RuntimeError(f"{self.name}: this machine's driver does not have it, want a newer one")
         status = self._function(*arguments)
@@ -232,6 +231,12 @@ recorders: list[Recorder] = []
 def recorder_here() -> Recorder | None:
     """This thread's recorder."""
     return next((recorder for recorder in tuple(recorders) if recorder.thread == threading.get_ident()), None)
+
+
+def unrecorded(what: str) -> None:
+    """Keeps this thread's call from being replayed: it does `what` to the device, which no recording has, such as a library's launch."""
+    if recorders and (recorder := recorder_here()) is not None:
+        recorder.unknown(what)
 
 
 # The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time.

@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -70,6 +70,13 @@ def slots_of(template: Any) -> set[int]:
     return set().union(*map(slots_of, parts))
 
 
+def _is_constant(template: Any) -> bool:
+    """Whether every call may have the same object: it has no tensors, and nobody can change it."""
+    if isinstance(template, tuple):
+        return all(map(_is_constant, template))
+    return not isinstance(template, (View, list, dict))
+
+
 def maker(template: Any) -> Callable[[list[Any]], Any]:
     """What makes a template's value of the slots' tensors."""
     if isinstance(template, View):
@@ -77,9 +84,11 @@ def maker(template: Any) -> Callable[[list[Any]], Any]:
     if isinstance(template, _MXView):
         dtype, qdata, scale = template.dtype, maker(template.qdata), maker(template.scale)
         return lambda held: MXTensor(qdata(held), scale(held), dtype)
-    if not slots_of(template):
+    if _is_constant(template):
         return lambda held: template
     kind, named = type(template), hasattr(template, "_fields")
+    if kind in (list, dict) and all(map(_is_constant, template.values() if kind is dict else template)):
+        return lambda held: kind(template)
     if kind is dict:
         of = {name: maker(part) for name, part in template.items()}
         return lambda held: {name: make(held) for name, make in of.items()}
@@ -212,6 +221,7 @@ class CallRecorder(TorchDispatchMode):
         self._left = most_bytes
         self.device = tensors[0].device
         self.slots = [_Slot(tensor) for tensor in tensors]  # held, so that no address is used twice
+        self._num_given = len(tensors)
 
     def unknown(self, what: str) -> None:
         """Something that cannot be repeated: nothing more is noted, and no memory held."""
@@ -231,17 +241,20 @@ class CallRecorder(TorchDispatchMode):
         """Where an address of the device is; None for a number. Raises NotReplayableError for memory of others."""
         if -_LEAST_ADDRESS < address < _LEAST_ADDRESS:
             return None
-        for number, slot in enumerate(self.slots):
-            if slot.first <= address < slot.end:
-                return number, address - slot.address
-        raise NotReplayableError(f"memory at {address:#x}, which it was not given")
+        found = [number for number, slot in enumerate(self.slots) if slot.first <= address < slot.end]
+        if not found:
+            raise NotReplayableError(f"memory at {address:#x}, which it was not given")
+        if len({self.slots[number].storage for number in found}) > 1:  # as of DLPack: the next call may have them apart
+            raise NotReplayableError(f"memory at {address:#x}, which several storages have")
+        return found[0], address - self.slots[found[0]].address
 
-    def view(self, tensor: Tensor) -> View:
-        """Which view of which slot a tensor is."""
+    def view(self, tensor: Tensor, is_result: bool = False) -> View:
+        """Which view of which slot a tensor is.  A result that is another object than an argument stays one, whatever its layout."""
         storage, layout = tensor.untyped_storage()._cdata, _layout(tensor)
         of_storage = [number for number, slot in enumerate(self.slots) if slot.storage == storage]
         for number in of_storage:
-            if layout == _layout(self.slots[number].tensor):
+            own = self.slots[number].tensor
+            if layout == _layout(own) and not (is_result and number < self._num_given and tensor is not own):
                 return View(number)
         for number in of_storage:
             base = self.slots[number].tensor
@@ -276,6 +289,8 @@ class CallRecorder(TorchDispatchMode):
                 self.unknown(repr(problem))
 
     def _operator(self, func: Any, args: tuple, kwargs: dict[str, Any], made: Any) -> None:
+        if _reads_values(func, args):
+            raise NotReplayableError(f"{func}, which reads values")
         name, several = func._schema.name.removeprefix("aten::"), isinstance(made, (tuple, list))
         results = made if several else (made,)
         if not all(isinstance(result, Tensor) for result in results):
@@ -294,22 +309,23 @@ class CallRecorder(TorchDispatchMode):
         nbytes = made.untyped_storage().nbytes()
         self.steps.append(Allocation(self._add(made), made.shape, made.stride(), made.dtype, made.device, nbytes, zeros))
 
-    def template(self, value: Any) -> Any:
+    def template(self, value: Any, is_result: bool = False) -> Any:
         """Arguments of an operator, or the function's results, with a `View` in place of each tensor."""
         kind = type(value)
         if isinstance(value, MXTensor):
-            return _MXView(value.orig_dtype, self.view(value.qdata), self.view(value.scale))
+            return _MXView(value.orig_dtype, *(self.view(part, is_result) for part in (value.qdata, value.scale)))
         if isinstance(value, Tensor):
-            return self.view(value)
+            return self.view(value, is_result)
         if isinstance(value, (tuple, list)):
-            parts = [self.template(part) for part in value]
-            if all(part is old for part, old in zip(parts, value, strict=True)):
+            parts = [self.template(part, is_result) for part in value]
+            if kind is tuple and all(part is old for part, old in zip(parts, value, strict=True)):
                 return value
             return kind(*parts) if hasattr(value, "_fields") else kind(parts)
         if kind is dict:
-            return {name: self.template(part) for name, part in value.items()}
-        frozen = is_dataclass(value) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        if frozen or kind in VALUES or isinstance(value, (torch.layout, torch.memory_format)):
+            return {name: self.template(part, is_result) for name, part in value.items()}
+        if kind in VALUES or isinstance(value, (torch.layout, torch.memory_format)):
+            return value
+        if is_dataclass(kind) and kind.__dataclass_params__.frozen and not _has_tensors(value):  # type: ignore[attr-defined]
             return value
         raise NotReplayableError(f"a {kind.__name__}, which may differ from call to call")
 
@@ -361,6 +377,20 @@ class CallRecorder(TorchDispatchMode):
             self.steps.append(TritonLaunch(function, grid, fixed, template, places))
 
         self._try(note)
+
+
+def _has_tensors(value: Any) -> bool:
+    if is_dataclass(value) and not isinstance(value, type):
+        return any(_has_tensors(getattr(value, field.name)) for field in fields(value))
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return isinstance(value, Tensor) or any(map(_has_tensors, parts))
+
+
+def _reads_values(func: Any, args: tuple) -> bool:
+    """Whether the host reads values in an operator, as for a result whose shape depends on them."""
+    if func is torch.ops.aten.index.Tensor:  # by numbers it does not, by a mask it does
+        return any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _words_of(structure: Any, start: int = 0) -> Iterator[tuple[int, int]]:

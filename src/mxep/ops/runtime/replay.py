@@ -12,6 +12,7 @@ on another stream, anything that differs from call to call.  So do calls that al
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from mxep.device import checking, is_capturing
 from mxep.mx.tensor import MXTensor
@@ -163,10 +166,13 @@ class _Sequence:
     """
 
     def __init__(self, recorder: CallRecorder, num_given: int, results: Any) -> None:
-        template, steps = recorder.template(results), recorder.steps
+        template, steps = recorder.template(results, is_result=True), recorder.steps
         self.notes: Any = steps, template  # what two recordings must have in common
         self._results, self._new, self._device = maker(template), len(recorder.slots) - num_given, recorder.device
         allocations = [step for step in steps if isinstance(step, Allocation)]
+        used = set[int]().union(*(step.slots for step in steps if not isinstance(step, Allocation)))
+        if any(a.nbytes and not a.zeros and a.slot not in used for a in allocations):
+            raise NotReplayableError("it allocates memory that no launch or operator of the recording uses")
         large, kept = {a.slot for a in allocations if a.nbytes >= _LARGE}, slots_of(template)
         own = kept | large | {slot for step in steps if isinstance(step, Operator) for slot in step.slots}
         temporary = {a.slot: round_up(a.nbytes, _PART_BYTES) for a in allocations if a.slot not in own}
@@ -189,7 +195,7 @@ class _Sequence:
                 if step.slot in large:
                     end_run()
                     parts.append(_Allocate(step))
-                if step.zeros:
+                if step.zeros and step.nbytes:
                     launches.append(_Fill(step))
             else:
                 launches.append(step)
@@ -225,7 +231,7 @@ class _Calls:
 
     def run(self, function: Callable[[], Any], given: _Given, device: torch.device) -> Any:
         """Run it as it is, and after some times note what it does."""
-        if self.recordings == _RECORDINGS:
+        if self.recordings >= _RECORDINGS:
             return function()
         if self.plain < _PLAIN_CALLS:
             self.plain += 1
@@ -244,7 +250,7 @@ class _Calls:
         return self._record(function, given)
 
     def _record(self, function: Callable[[], Any], given: _Given) -> Any:
-        recorder, sequence = CallRecorder(given.tensors, _MOST_BYTES), None
+        recorder = CallRecorder(given.tensors, _MOST_BYTES)
         nvrtc.recorders.append(recorder)
         try:
             with recorder:
@@ -252,14 +258,18 @@ class _Calls:
         finally:
             nvrtc.recorders.remove(recorder)
         self.problem = recorder.problem
+        last, self.last = self.last, None
         if recorder.problem is None:
             try:
                 sequence = _Sequence(recorder, len(given.tensors), results)
-            except NotReplayableError as problem:
-                self.problem = str(problem)
-        last, self.last = self.last, sequence
-        if sequence is not None and last is not None and last.notes == sequence.notes:
-            sequence.notes, self.sequence, self.last = None, sequence, None
+                agrees = last is not None and last.notes == sequence.notes
+            except Exception as problem:  # the call itself is done
+                self.problem = str(problem) if isinstance(problem, NotReplayableError) else repr(problem)
+            else:
+                if agrees:
+                    sequence.notes, self.sequence = None, sequence
+                else:
+                    self.last = sequence
         return results
 
 
@@ -291,6 +301,8 @@ class _Given:
         kind = type(value)
         if kind in PLAIN_TENSORS:
             return self._facts_of(value)
+        if kind is float:
+            return kind, value, math.copysign(1.0, value)
         if kind in VALUES:
             return kind, value  # True is no 1
         if isinstance(value, (tuple, list)):  # most parts are None or tensors, and a call costs as much as these
@@ -303,7 +315,7 @@ class _Given:
     def _facts_of(self, tensor: Tensor) -> tuple:
         tensors, address = self.tensors, tensor.data_ptr()
         number = len(tensors)
-        first = self._first.setdefault(tensor.untyped_storage()._cdata, number)
+        first = self._first.setdefault(tensor.untyped_storage()._cdata, number) if address else number  # 0: it is empty
         tensors.append(tensor)
         self.addresses.append(address)
         # Tensors in one storage: how far they are from each other.
@@ -320,6 +332,7 @@ def _watched(device: torch.device) -> bool:
     """Whether something wants to see the operators, records gradients or a graph, or checks values."""
     return bool(
         torch._C._len_torch_dispatch_stack()
+        or (torch._C._len_torch_function_stack() and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()))
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
         or torch.is_grad_enabled()
@@ -334,7 +347,9 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
 
     Args:
         function: works on the device alone, on the current stream, without gradients; what it does and returns depends on its options and
-            on `_Given.facts` of its tensors.  It lives as long as its module.
+            on `_Given.facts` of its tensors.  It launches by `Kernel.run`, `mxep.ops.runtime.launch.launch` or operators of torch, or
+            calls `nvrtc.unrecorded`.  It writes into no argument that another argument's memory overlaps.  It lives as long as
+            its module.
         options: what else it reads; options that are equal are of the same types too.
         arguments: tensors, MX tensors, numbers, and tuples and lists of them; the first is a tensor.
 
