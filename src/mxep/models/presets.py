@@ -144,6 +144,11 @@ class DecoderConfig(ABC):
     def attention_kept(self) -> int:
         """Values per token that one layer's attention keeps for backward, without its input and the softmax statistics."""
 
+    @property
+    def attention_width(self) -> int:
+        """Values of a token that one layer's attention hands to its output projection; here of heads for values as wide as for queries."""
+        return self.scores_width // 2
+
     @abstractmethod
     def attention_matrices(self) -> int:
         """Values of the matrices of one layer's attention."""
@@ -201,6 +206,11 @@ class DeepSeekV3Config(DecoderConfig):
         latents = 2 * self.q_lora_rank + 2 * self.kv_lora_rank + self.qk_rope_head_dim  # before and after their norms
         attended = 2 * self.qk_head_dim + self.qk_nope_head_dim + 2 * self.v_head_dim  # q, k, what k and v came out of, the result
         return latents + self.num_heads * attended
+
+    @property
+    def attention_width(self) -> int:
+        """Values of a token that one layer's attention hands to its output projection."""
+        return self.num_heads * self.v_head_dim
 
     def attention_matrices(self) -> int:
         """Values of the matrices of one layer's attention."""

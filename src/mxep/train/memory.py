@@ -158,6 +158,7 @@ def stage_peak(
     compile: bool = False,
     accumulate: int = 1,
     optimizer_in_backward: bool = False,
+    mx_linears: bool = False,
 ) -> PeakMemory:
     """The peak of one rank.
 
@@ -167,6 +168,7 @@ def stage_peak(
         recompute: as in `mxep.parallel.recompute_blocks`, of all layers or of each: dense layers first, the last layer last.  No layer may
             keep more than a later one of its kind, or a peak between the two ends of backward would be missed.
         fused_layer, keep_first_product, cache_weights, compile, accumulate, optimizer_in_backward: as in `mxep train`.
+        mx_linears: attention's linear layers keep their inputs in MX, for wgrad "mx".
     """
     dense_first = [True] * rank.dense_layers + [False] * rank.moe_layers
     modes: Sequence[Recompute] = [recompute] * len(dense_first) if isinstance(recompute, str) else recompute
@@ -174,6 +176,8 @@ def stage_peak(
     @functools.cache
     def size(dense: bool, mode: Recompute, compile: bool = False) -> int:
         kept = block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product, compile)
+        if mx_linears and mode == "none":  # beside the bf16 values, which the norm's and attention's own backward reads
+            kept += tokens * (shape.dim + shape.attention_width) * (MX_BLOCK + 1) // MX_BLOCK
         return kept if cache_weights else kept + block_kept_weights(shape, dims.ep, recipe, dense, fused_layer, mode)
 
     def backward_of(dense: bool, mode: Recompute) -> int:  # what a compiled layer makes again is there too

@@ -28,6 +28,7 @@ from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.build import state_precision
 from mxep.train.config import TrainConfig
+from mxep.train.linear_choice import linear_recipe
 from mxep.train.memory import PeakMemory, RankMemory, memory_of_rank, stage_peak
 from mxep.train.resolved_config import ResolvedConfig
 
@@ -100,6 +101,8 @@ def agree_on_recompute(
         name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward")
     }
     options["cache_weights"] = config.cache_weights and not config.cuda_graph
+    linears = linear_recipe(config)
+    options["mx_linears"] = linears is not None and linears.wgrad == "mx" and config.linear_fqns != ""
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
     # Experts GEMM by GEMM, and experts that are not converted, keep what they keep in high precision.
     as_one = (config.fused_layer or config.fused_experts) and config.mx_fqns == TrainConfig.mx_fqns
