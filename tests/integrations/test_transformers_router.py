@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from tests.user_experts import sqnr_db
@@ -74,3 +79,65 @@ def test_the_balance_loss_of_a_model_with_converted_routers() -> None:
     assert got.item() == pytest.approx(want.item(), rel=2e-3)
     assert min(sqnr_db(of_model[name], ours[name]) for name in ours if "mlp.gate" in name) > 10  # some tokens change their experts
     assert sum(what.startswith("router") for what in done.converted.values()) == 2
+
+
+def configured(kind: str, name: str, **sizes: Any) -> nn.Module:
+    """A router of transformers' own, of E experts in G groups."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    E, common = sizes.pop("E"), {"routed_scaling_factor": 1.0, "norm_topk_prob": True, "topk_method": "group_limited_greedy"}
+    experts = {"num_experts": E, "num_local_experts": E, "n_routed_experts": E}
+    router: nn.Module = getattr(module, kind)(SimpleNamespace(**common, **experts, **sizes))
+    return router
+
+
+@pytest.mark.parametrize(("E", "G"), [(8, 2), (16, 4), (64, 8)])
+def test_groups_by_another_rule_are_another_form(E: int, G: int) -> None:
+    """DeepSeek-V2 ranks groups by their largest score, V3 by the sum of two, and A.X-K2 fills those that are left out with 0."""
+    for g, k in itertools.product(range(1, G), (1, 2, 4)):
+        sizes = {"E": E, "n_group": G, "topk_group": g, "num_experts_per_tok": k, "hidden_size": 256}
+        if k > g * E // G:
+            continue
+        assert router_form(configured("DeepseekV3TopkRouter", "deepseek_v3", **sizes)) is not None, sizes
+        assert router_form(configured("DeepseekV2TopkRouter", "deepseek_v2", **sizes)) is None, sizes
+        assert router_form(configured("AXK2TopkRouter", "axk2", **sizes)) is None, sizes
+
+
+def test_a_converted_router_follows_its_attributes() -> None:
+    router = routers_of(build("Qwen3Moe").float())[0]
+    x = torch.randn(5, router.weight.shape[1])
+    form = router_form(router)
+    assert form is not None
+    undo = convert_router(router, form)
+    for top_k in (1, 2, 3):
+        router.top_k = top_k
+        got, want = router(x), type(router).forward(router, x)
+        assert got[1].shape == (5, top_k)
+        for mine, theirs in zip(got[1:], want[1:], strict=True):
+            assert torch.allclose(mine.sort(1).values.float(), theirs.sort(1).values.float(), atol=1e-6)
+    undo()
+
+
+class NoisyRouter(nn.Module):
+    """Another form in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.top_k = nn.Parameter(torch.randn(8, 64).bfloat16()), 2
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = nn.functional.linear(tokens, self.weight)
+        if self.training:
+            logits = logits + torch.rand_like(logits)
+        weights, experts = logits.float().softmax(1).topk(self.top_k)
+        return logits, weights, experts
+
+
+def test_a_converted_router_follows_the_mode() -> None:
+    router = NoisyRouter().eval()
+    form = router_form(router)
+    assert form is not None
+    convert_router(router, form)
+    x = torch.randn(64, 64).bfloat16()
+    assert torch.equal(router(x)[0], router(x)[0])
+    router.train()
+    assert not torch.equal(router(x)[0], router(x)[0])

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mxep.moe.router import RouterProduct, RouteTokens
 
-_PROBED_TOKENS = 16
+_PROBED_TOKENS, _PROBED_LOGITS = 16, 256
+_BIASES = ((1 / 8, 0.0), (1.0, 0.0), (1 / 8, -2.0))  # standard deviation and mean
 _SAME = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # relative difference of weights that are the same but for rounding
 _BIAS = "e_score_correction_bias"  # of the choice alone (DeepSeek-V3)
 
@@ -63,9 +64,39 @@ def _form_of(kind: Any, shapes: tuple[tuple[str, tuple[int, ...]], ...], plain: 
     tokens = (torch.randn(_PROBED_TOKENS, D, generator=generator) / D**0.5).bfloat16()
     try:
         wanted = kind.forward(probe, tokens)
-        return next((form for form in _candidates(probe, wanted) if _same(_route(probe, form, tokens), wanted)), None)
+        form = next((form for form in _candidates(probe, wanted) if _same(_route(probe, form, tokens), wanted)), None)
+        return form if form is None or _chooses_alike(probe, form, generator) else None
     except Exception:  # of other outputs, options or shapes
         return None
+
+
+def _chooses_alike(probe: Any, form: RouterForm, generator: torch.Generator) -> bool:
+    """Whether a router of that form makes the same choices of logits and biases for which rules that are nearly the same differ.
+
+    Few experts of a token have large logits, so the largest score of a group and the sum of its two largest ones rank groups in another
+    order; in some tokens one group has the largest logit of all and every other group two that are a bit smaller.  Negative biases tell
+    experts of other groups that are left out from those whose score becomes 0.
+    """
+    E, D = probe.weight.shape
+    if E > D:
+        return form.num_groups == form.top_groups  # no weight gives every expert a logit of its own
+    probe.weight.copy_(torch.eye(E, D))
+    large = torch.rand(_PROBED_LOGITS, E, generator=generator) < 0.2
+    ranks = torch.rand(_PROBED_LOGITS, E, generator=generator).argsort(1) / E  # no two of a token are equal
+    logits = torch.where(large, 2 + 2 * ranks, -1 - 7 * ranks)
+    if (size := E // form.num_groups) > 1:
+        groups = torch.arange(form.num_groups)
+        single = (-5 - ranks[: len(groups)]).unflatten(1, (-1, size))  # (tokens, groups, experts)
+        single[:, :, :2] = 3.4 + 0.5 * ranks[: len(groups), : 2 * len(groups)].unflatten(1, (-1, 2))
+        single[groups, groups, 0], single[groups, groups, 1] = 4.0, -8.0
+        logits = torch.cat((logits, single.flatten(1)))
+    tokens = F.pad(logits, (0, D - E)).bfloat16()
+    for deviation, mean in _BIASES if hasattr(probe, _BIAS) else ((0.0, 0.0),):
+        if hasattr(probe, _BIAS):
+            getattr(probe, _BIAS).copy_(mean + deviation * torch.randn(E, generator=generator))
+        if not _same(_route(probe, form, tokens), type(probe).forward(probe, tokens)):
+            return False
+    return True
 
 
 def _candidates(router: Any, wanted: tuple[Tensor, Tensor, Tensor]) -> Iterator[RouterForm]:
@@ -96,8 +127,8 @@ def convert_router(router: nn.Module, form: RouterForm) -> Callable[[], None]:
 
 
 def _router_forward(router: nn.Module, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In a compiled graph the class's own forward runs."""
-    if torch.compiler.is_compiling():
+    """In a compiled graph the class's own forward runs, and where the module's attributes or mode have made it another form since."""
+    if torch.compiler.is_compiling() or router_form(router) != form:
         return type(router).forward(router, hidden_states)  # type: ignore[no-any-return]
     return _route(router, form, hidden_states)
 
