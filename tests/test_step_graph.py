@@ -26,8 +26,16 @@ def test_inputs_are_copied_into_the_memory_of_the_first_call() -> None:
     assert found == [2 * (2 * step + 7) for step in range(6)]
     assert len(set(seen)) == 1
     assert (recorder.recorded, recorder.replays) == (1, 6 - EAGER_STEPS)
-    with pytest.raises(ValueError, match=r"an input of \(3,\), want \(2,\) as in the first call"):
+    with pytest.raises(ValueError, match=r"an input of \(3,\) torch.int64, want \(2,\) torch.int64 as in the first call"):
         graph(total, [Batch(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2]), None)] * 2, torch.tensor(2.0))
+
+
+def test_inputs_are_not_cast() -> None:
+    """A learning rate of another dtype would be rounded in every later step."""
+    graph = StepGraph(torch.device("cpu"), Recorder(()))
+    assert graph(lambda lr: lr * 10.0, torch.tensor(1)).item() == 10.0
+    with pytest.raises(ValueError, match=r"an input of \(\) torch.float32, want \(\) torch.int64 as in the first call"):
+        graph(lambda lr: lr * 10.0, torch.tensor(0.5))
 
 
 def test_inputs_of_a_dict_are_matched_by_key() -> None:

@@ -71,10 +71,10 @@ class StepGraph:
 
         Args:
             function: the same in every call. It reads tensors on the GPU only.
-            inputs: tuples, lists and dicts of tensors, in every call of the same structure and shapes.
+            inputs: tuples, lists and dicts of tensors, in every call of the same structure, shapes and dtypes.
 
         Raises:
-            ValueError: other shapes, or other values that are no tensors, than in the first call.
+            ValueError: other shapes or dtypes, or other values that are no tensors, than in the first call.
             RuntimeError: the function cannot be recorded.
         """
         with _aside(self._stream):
@@ -95,8 +95,9 @@ class StepGraph:
         own, structure = tree_flatten(self._inputs)
         for held, given in zip(own, structure.flatten_up_to(inputs), strict=True):  # dicts by key, not by order
             if isinstance(given, Tensor):
-                if held.shape != given.shape:
-                    raise ValueError(f"StepGraph: an input of {tuple(given.shape)}, want {tuple(held.shape)} as in the first call")
+                if (held.shape, held.dtype) != (given.shape, given.dtype):
+                    got, want = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (given, held))
+                    raise ValueError(f"StepGraph: an input of {got}, want {want} as in the first call")
                 held.copy_(given, non_blocking=True)
             elif held != given:
                 raise ValueError(f"StepGraph: an input of {given!r}, want {held!r} as in the first call")

@@ -21,7 +21,14 @@ from tests.truth import (
     transposed,
 )
 
-from mxep import MXTensor, ScaleCalculationMode, a2a_dispatch_mxfp8_fwd_hp_bwd, reference
+from mxep import (
+    MXTensor,
+    ScaleCalculationMode,
+    a2a_combine_hp_fwd_mxfp8_bwd,
+    a2a_dispatch_mxfp8_fwd_hp_bwd,
+    reference,
+    to_mxfp8_a2a_dequant,
+)
 from mxep.shapes import record_bytes
 
 WIDTH = 96  # record of 96 + 3 bytes, padded to 112
@@ -159,3 +166,27 @@ def test_no_process_group() -> None:
     assert not dist.is_initialized()
     with raises_naming("dispatch", "not initialised", "init_process_group"):
         dispatch(torch.randn(4, 32), [4], [4])
+
+
+def gradients_after_lists_change(me: int, world: int, changes: bool) -> list[torch.Tensor]:
+    """dx of every differentiable exchange whose caller fills its lists of splits again before backward."""
+    found, group = [], dist.group.WORLD
+    table = [[1, 3], [3, 1]]
+    for call in (dispatch, a2a_combine_hp_fwd_mxfp8_bwd, to_mxfp8_a2a_dequant):
+        sent, received = list(table[me]), [row[me] for row in table]
+        x = torch.ones(4, 32, dtype=torch.bfloat16).requires_grad_()
+        out = call(x * 1, received, sent, group)
+        if changes:
+            sent.reverse()
+            received.reverse()
+        out = out.dequantize() if isinstance(out, MXTensor) else out
+        (out * torch.arange(1.0, 5.0)[:, None] * (1 + 9 * me)).sum().backward()
+        found.append(x.grad)
+    return found
+
+
+def test_lists_of_splits_may_be_used_again() -> None:
+    kept, changed = (run_ranks(gradients_after_lists_change, 2, changes) for changes in (False, True))
+    for one, other in zip(kept, changed, strict=True):
+        assert all(map(torch.equal, one, other))
+        assert len({tuple(grad[:, 0].tolist()) for grad in one}) == 1

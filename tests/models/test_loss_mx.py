@@ -223,3 +223,13 @@ def test_refused(change: dict, message: str) -> None:
     right = {"hidden": torch.zeros(3, 64), "weight": torch.zeros(5, 64), "labels": labels, "recipe": "mxfp8"}
     with pytest.raises(ValueError, match=message):
         mxep.linear_cross_entropy(**{**right, **change})
+
+
+@pytest.mark.parametrize("recipe", [None, *WGRADS.values()])
+@pytest.mark.parametrize("label", [70, 75, 95, 96])
+def test_labels_beyond_the_words(recipe: str | None, label: int) -> None:
+    """Also those of words that fill the last MX block and do not exist."""
+    hidden, weight, labels = operands_of("random", torch.bfloat16, words=70, tokens=4)
+    labels = torch.tensor([1, 2, 3, label])
+    with pytest.raises(ValueError, match=f"{label}|96"):
+        mxep.linear_cross_entropy(hidden, weight, labels, recipe=recipe)

@@ -214,3 +214,21 @@ def test_a_forward_without_grouped_gemm_raises() -> None:
     convert_experts(experts, "*")
     with pytest.raises(ValueError, match="Loop called neither"):
         experts(torch.randn(192, 64), COUNTS)
+
+
+@pytest.mark.parametrize("names", [("self", "mat2"), ("mat_a", "mat_b")])
+def test_operands_by_name(names: tuple[str, str]) -> None:
+    class ByName(TitanExperts):
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            grouped_mm = torch._grouped_mm if names[1] == "mat2" else torch.nn.functional.grouped_mm
+            offs, second = counts.cumsum(0, dtype=torch.int32), self.w1.transpose(-2, -1)
+            if names[0] == "self":
+                return grouped_mm(x, offs=offs, **{names[1]: second})
+            return grouped_mm(**dict(zip(names, (x, second), strict=True)), offs=offs)
+
+    experts = ByName(64, 96, 4, seed=0).bfloat16()
+    x = torch.randn(192, 64, dtype=torch.bfloat16)
+    want = experts(x, COUNTS)
+    net = nn.ModuleDict({"experts": experts})
+    convert_experts(net, "experts", "mxfp8_wgrad_with_hp")
+    assert 20 < sqnr_db(want, net["experts"](x, COUNTS)) < 60

@@ -395,3 +395,19 @@ def test_embeddings_of_three_dimensions_stay() -> None:
     assert type(model.position) is nn.Parameter
     single = nn.Sequential(mxep.MoE(mxep.MoEConfig(64, 32, 1, 1), "hp"))
     assert mxep.quantize_base(single) == ["0.experts.w1", "0.experts.w2", "0.experts.w3"], "one expert is one"
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["nn.Linear", "MXLinear"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_weight_that_is_written_before_backward_is_an_error(converted: bool, frozen: bool) -> None:
+    """Else backward would read other bytes than forward did."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    if converted:
+        mxep.convert_linears(model, "0", "mxfp8_wgrad_with_hp")
+    if frozen:
+        mxep.quantize_base(model)
+    out = model(torch.randn(8, 64, requires_grad=True))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(64, 64))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import json
+import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -165,6 +167,20 @@ def test_a_state_dict_that_is_loaded_goes_on(precision: StatePrecision) -> None:
     wrong["state"][1] = {**wrong["state"][1], "step": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"optimizer: state 1 is .*want"):
         other.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("precision", [StatePrecision(), *KINDS], ids=str)
+def test_copies_and_pickles_go_on(precision: StatePrecision) -> None:
+    parameters = parameters_of(precision.torch_dtype)
+    optimizer = optimizer_of(parameters, precision)
+    stepped(parameters, optimizer, range(2))
+    copies = [copy.deepcopy((parameters, optimizer)), pickle.loads(pickle.dumps((parameters, optimizer)))]
+    stepped(parameters, optimizer, range(2, 4))
+    for again, other in copies:
+        stepped(again, other, range(2, 4))
+        assert all(torch.equal(parameter, parameters[name]) for name, parameter in again.items())
+    with pytest.raises(ValueError, match="another group of parameters, want all of them at once"):
+        optimizer.add_param_group({"params": [("more", nn.Parameter(torch.zeros(3)))]})
 
 
 @pytest.mark.parametrize("parameter", [torch.zeros(4, 3).t(), torch.zeros(4, dtype=torch.float16)], ids=["transposed", "float16"])

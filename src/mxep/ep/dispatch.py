@@ -62,7 +62,7 @@ class AllToAll(torch.autograd.Function):
         mode: str = "",
         backward_mode: str = "",
     ) -> torch.Tensor:
-        ctx.exchange = (input_splits, output_splits, group_name, backward_mode)
+        ctx.exchange = (list(input_splits), list(output_splits), group_name, backward_mode)  # the caller may change its lists
         ctx.entered = enters_graph(rows)
         out = exchange(rows, output_splits, input_splits, group_name, mode)
         return out.clone() if out is rows else out  # an autograd function must not return its input

@@ -79,7 +79,7 @@ class _EPGroupedMM(torch.autograd.Function):
         out, operand, _ = multiply_rows(rows, weights, "forward", offs, row_map, for_wgrad=needs_w)
         assert out is not None
         ctx.save_for_backward(*saved_tensors(operand), w if needs_x or needs_w else None, row_map, offs)
-        ctx.splits, ctx.options, ctx.kept = (output_splits, input_splits, group_name), options, kept
+        ctx.splits, ctx.options, ctx.kept = (list(output_splits), list(input_splits), group_name), options, kept
         received_order = scatter(out, row_map, rows.shape[0])
         del out, rows, operand
         return exchange_hp(received_order, input_splits, output_splits, group_name)

@@ -56,7 +56,7 @@ class ExchangePlan:
         counts = counts.long()
         if group is None or dist.get_world_size(group) == 1:
             rows = [int(counts.sum())]  # host sync: the splits are host lists
-            return ExchangePlan("", 1, counts.shape[0], rows, rows, counts.clone())
+            return ExchangePlan("", 1, counts.shape[0], rows, rows.copy(), counts.clone())
         world = dist.get_world_size(group)
         if counts.shape[0] % world:
             raise ValueError(f"ExchangePlan: {counts.shape[0]} experts on an EP group of {world}, want a multiple of it; change either")

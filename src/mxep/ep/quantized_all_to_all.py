@@ -77,7 +77,7 @@ class ToMXFP8AllToAllVDequant(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str | ProcessGroup | None = None
     ) -> torch.Tensor:
         name = check_exchange("to_mxfp8_a2a_dequant", input, output_splits, input_splits, group, quantised=True)
-        ctx.splits = (input_splits, output_splits, name)
+        ctx.splits = (list(input_splits), list(output_splits), name)
         return _exchange(input, output_splits, input_splits, name)
 
     @staticmethod

@@ -162,6 +162,7 @@ class _MX:
         assert logits is not None
         if logits.shape[1] > self.words:
             logits[:, self.words :] = -torch.inf  # words that do not exist have no share, and no gradient
+            labels = labels.masked_fill(labels >= self.words, logits.shape[1])  # nor are they labels
         if not self.needs_gradient:
             return torch.ops.mxep.cross_entropy(logits, labels).sum()
         loss = torch.ops.mxep.cross_entropy_to_gradient(logits, labels).sum()

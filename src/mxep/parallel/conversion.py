@@ -23,6 +23,9 @@ from mxep.recipe import Recipe, resolve_recipe
 _log = logging.getLogger(__name__)
 
 
+_OPERANDS = {"self": "a", "mat_a": "a", "mat2": "b", "mat_b": "b"}  # names in torch._grouped_mm and in F.grouped_mm
+
+
 class _GroupedMMSwap(TorchFunctionMode):
     """While active, torch's grouped GEMMs of 2-D rows with stacked 3-D weights run in the precisions of a recipe."""
 
@@ -34,7 +37,7 @@ class _GroupedMMSwap(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch._grouped_mm or func is F.grouped_mm:
-            return self._grouped_mm(func, *args, **kwargs)
+            return self._grouped_mm(func, *args, **{_OPERANDS.get(name, name): value for name, value in kwargs.items()})
         return func(*args, **kwargs)
 
     def _grouped_mm(

@@ -91,6 +91,17 @@ class AdamW(torch.optim.Optimizer):
                 if local.dtype == torch.bfloat16:  # only rounding asks where a shard lies
                     self._runs[parameter] = _runs(parameter.shape, local_shard(parameter)[1])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: torch's has its own attributes alone."""
+        names = "precision", "grad_scale", "found_inf", "_keys", "_together", "_runs"
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, while the optimizer is made; later a ValueError, since a step knows its parameters."""
+        if hasattr(self, "_runs"):
+            raise ValueError("AdamW: another group of parameters, want all of them at once; make a new optimizer, and load the old state")
+        super().add_param_group(param_group)
+
     def init_state(self, parameter: nn.Parameter) -> None:
         """Moments of zeros. Raises ValueError if the parameter's shard ends within a block."""
         device = local_shard(parameter)[0].device

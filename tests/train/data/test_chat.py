@@ -29,7 +29,7 @@ from mxep.models.loss import IGNORE
 from mxep.train.config import TrainConfig
 from mxep.train.data import chat
 from mxep.train.data.chat import ChatRows
-from mxep.train.data.corpus import NO_TARGET, Corpus
+from mxep.train.data.corpus import NO_TARGET, Corpus, StreamWriter
 from mxep.train.data.loader import TrainingSequences, load_corpus
 from mxep.train.data.text_files import read_file
 from mxep.train.data.tokenizer import ByteTokenizer, FileTokenizer
@@ -204,6 +204,18 @@ def test_tokenizers_without_a_template_are_refused(tmp_path: Path, monkeypatch: 
 
 def stream_of(corpus: Corpus) -> list[int]:
     return [*corpus.held_out.tolist(), *corpus.train.tolist()]
+
+
+def test_where_conversations_begin_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    """A template need not separate them, so joined rows may have the same ids, and other masks and positions."""
+    rows = rows_of(tmp_path / "tokenizer")
+    found = conversations(20)
+    split = load_corpus([str(write_conversations(tmp_path / "split.jsonl", found))], ByteTokenizer(), 0.2, chat=rows)
+    starts = split.train_starts[::2].copy(), split.held_out_starts
+    writer = StreamWriter(rows, lambda *stored: None, lambda text: None)
+    joined = writer.corpus(split.train, split.held_out, *starts)
+    assert joined.fingerprint != split.fingerprint
+    assert writer.corpus(split.train, split.held_out, split.train_starts, split.held_out_starts).fingerprint == split.fingerprint
 
 
 def test_a_corpus_of_conversations(tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ class ChatRows:
     """
 
     dtype = np.dtype(np.uint32)
+    marks_ends = False  # a template need not
     text_files = False
     optional_columns = (_TOOLS, _VALUES)
 
@@ -171,7 +172,7 @@ class ChatRows:
         self.template = ChatTemplate(tokenizer)
         self.name, self.assistant_only_loss = tokenizer.name, assistant_only_loss
         self.field = MESSAGES_FIELD if field == TEXT_FIELD else field
-        facts = ["chat 3", tokenizer.fingerprint, self.template.template, self.template.special_tokens, assistant_only_loss]
+        facts = ["chat 4", tokenizer.fingerprint, self.template.template, self.template.special_tokens, assistant_only_loss]
         self.fingerprint = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:

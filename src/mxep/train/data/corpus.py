@@ -62,7 +62,7 @@ class Corpus:
         train_starts, held_out_starts: the index in its stream of each document's first token, int64 (documents,), ascending.
         num_train_documents, num_held_out_documents: how many documents each stream holds.
         held_out_bytes: UTF-8 bytes of the held-out text, plus one for each document's end.
-        fingerprint: hash of the two streams; equal fingerprints mean equal batches.
+        fingerprint: hash of the two streams, and of the starts where ids do not tell them; equal fingerprints mean equal batches.
     """
 
     train: np.ndarray
@@ -182,13 +182,14 @@ class StreamWriter:
         """The corpus of the stored streams. Raises ValueError if there is nothing to train on."""
         if not len(train):
             raise ValueError("data: every document is in the validation set too, nothing is left to train on")
-        fingerprint = _fingerprint((train, held_out), self.report)
+        hashed = [train, held_out] if self.tokenizer.marks_ends else [train, held_out, train_starts, held_out_starts]
+        fingerprint = _fingerprint(hashed, self.report)
         counts = (self.documents[TRAIN], self.documents[HELD_OUT], self.nbytes[HELD_OUT])
         return Corpus(train, held_out, train_starts, held_out_starts, *counts, fingerprint)
 
 
-def _fingerprint(streams: tuple[np.ndarray, np.ndarray], report: Callable[[str], None]) -> str:
-    """Hash of the ids of both streams."""
+def _fingerprint(streams: list[np.ndarray], report: Callable[[str], None]) -> str:
+    """Hash of the ids of both streams, perhaps also of their starts."""
     digest = hashlib.blake2b(digest_size=16)
     for stream in streams:
         digest.update(len(stream).to_bytes(8, "big"))

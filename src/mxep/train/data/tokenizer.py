@@ -29,11 +29,13 @@ class Encoder(Protocol):
         name: for messages.
         dtype: of the ids.
         fingerprint: equal for encoders that give the same ids.
+        marks_ends: whether the ids of a corpus tell where its documents end, as by a separator.
     """
 
     name: str
     dtype: np.dtype
     fingerprint: str
+    marks_ends: bool
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each document with its separators, `dtype` (tokens,)."""
@@ -76,6 +78,7 @@ class ByteTokenizer:
     unit = "byte"
     vocab_size = 256
     dtype = np.dtype(np.uint8)
+    marks_ends = True
     fingerprint = "bytes"
     separator = end = 0
 
@@ -112,6 +115,7 @@ class FileTokenizer:
     """
 
     unit = "token"
+    marks_ends = True
 
     def __init__(self, path: Path) -> None:
         self.file = _tokenizer_file(path)
