@@ -10,9 +10,12 @@ import torch
 import torch.nn.attention.varlen  # has the operator
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mxep.moe import MoE
+
+# FSDP names its parts for a profiler, and the parts of a second forward are others.  From torch 2.15 on that would be an error.
+_NAMES = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
 
 Recompute = Literal["none", "keep_moe", "selective", "full"]
 
@@ -69,7 +72,10 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
         raise ValueError(f"recompute_blocks: mode={mode!r}, want 'none', 'keep_moe', 'selective' or 'full'")
     if mode == "none":
         return
-    options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if mode == "selective" else {}
+    options: dict[str, Any] = {}
+    if mode == "selective":
+        SAC_IGNORED_OPS.update(_NAMES)
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks:
         for module in block.modules() if mode == "keep_moe" else ():
             if isinstance(module, MoE):
