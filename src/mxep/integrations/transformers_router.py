@@ -37,7 +37,8 @@ class RouterForm(NamedTuple):
 
 
 def router_form(router: nn.Module) -> RouterForm | None:
-    """How a module routes, found by running its class's forward on bf16 values on a CPU; None: it is no router, or routes in another way.
+    """How a module routes, found by running its class's forward on bf16 values on a CPU; None: it is no router, or routes in another way,
+    perhaps only in training.
 
     Modules whose class is called ...Router, with a weight (E, D), `top_k`, and (logits, weights, experts) as outputs, are tried.
     """
@@ -47,8 +48,14 @@ def router_form(router: nn.Module) -> RouterForm | None:
         return None
     tensors = *router.named_parameters(recurse=False), *router.named_buffers(recurse=False)
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
-    plain = tuple((name, value) for name, value in vars(router).items() if isinstance(value, int | float | str))
-    return _form_of(kind, shapes, plain)
+    with torch.device("cpu"):
+        of_modes = {_form_of(kind, shapes, (*_attributes(router), ("training", mode))) for mode in (False, True)}
+    return of_modes.pop() if len(of_modes) == 1 else None
+
+
+def _attributes(router: nn.Module) -> tuple[tuple[str, object], ...]:
+    """The numbers and words that a router may route by, without its mode."""
+    return tuple((name, value) for name, value in vars(router).items() if isinstance(value, int | float | str) and name != "training")
 
 
 @functools.cache
@@ -122,13 +129,15 @@ def _same(got: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor, Tensor, Tens
 
 def convert_router(router: nn.Module, form: RouterForm) -> Callable[[], None]:
     """Let a module of that form route by our kernels; returns what undoes it. Names and parameters stay."""
-    router.forward = functools.partial(_router_forward, router, form)  # type: ignore[method-assign]
+    router.forward = functools.partial(_router_forward, router, form, _attributes(router))  # type: ignore[method-assign]
     return functools.partial(delattr, router, "forward")
 
 
-def _router_forward(router: nn.Module, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In a compiled graph the class's own forward runs, and where the module's attributes or mode have made it another form since."""
-    if torch.compiler.is_compiling() or router_form(router) != form:
+def _router_forward(
+    router: nn.Module, form: RouterForm, attributes: tuple[tuple[str, object], ...], hidden_states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In a compiled graph the class's own forward runs, and where the module's attributes are others than when it was converted."""
+    if torch.compiler.is_compiling() or _attributes(router) != attributes:
         return type(router).forward(router, hidden_states)  # type: ignore[no-any-return]
     return _route(router, form, hidden_states)
 
