@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -180,15 +186,31 @@ def test_a_known_c_function_launches_unless_a_profiler_listens(made: list, monke
 
 
 def test_the_c_function_of_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch):
-    """As Triton hands it over; its scratch memory and other versions of Triton are left to Triton's runner."""
+    """Scratch memory and other versions of Triton are left to Triton's runner."""
     run = object.__new__(nvidia.CudaLauncher)
     vars(run).update(launch=print, global_scratch_size=0, profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=True)
+    vars(run).update(arg_annotations="annotations", kernel_signature="signature")
     compiled = SimpleNamespace(run=run, function=123, packed_metadata=(4, 1, 0))
-    assert triton.__version__.startswith("3.6") == launching._KNOWN_LAUNCHER
-    monkeypatch.setattr(launching, "_KNOWN_LAUNCHER", True)
-    assert launching._compiled_kernel(compiled)[1:] == (print, (123, False, True, None, None, (4, 1, 0), None, None, None))
+    assert launching._EACH or launching._AS_ONE, "the tested versions of torch have a version of Triton that is known"
+    assert launching._compiled_kernel(compiled).function is not None
     run.profile_scratch_size = 8
     assert launching._compiled_kernel(compiled).function is None
     run.profile_scratch_size = 0
-    monkeypatch.setattr(launching, "_KNOWN_LAUNCHER", False)
+    for name in ("_EACH", "_AS_ONE"):
+        monkeypatch.setattr(launching, name, False)
     assert launching._compiled_kernel(compiled).function is None
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, as Triton does for its C function")
+def test_what_the_c_function_launches(tmp_path: Path):
+    """Triton's own, compiled against a driver that keeps what it is given."""
+    programs = Path(__file__).parents[1] / "programs"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", programs / "fake_driver.c"], check=True)
+    (tmp_path / "libcuda.so").symlink_to("libcuda.so.1")
+    folders = {"LD_LIBRARY_PATH": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | folders
+    done = subprocess.run([sys.executable, programs / "triton_launcher.py"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout)
+    assert told["found"] == [[[5, 3, 1, 256], 77, True]] * 4
+    assert (told["launches"], told["direct"]) == (4, [True, True])

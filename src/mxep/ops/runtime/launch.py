@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -20,8 +21,11 @@ _BYTES = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 # Products are contracted with sums unless a kernel says no: it changes bits, and Triton changes its default (on to 3.9, off from 3.10).
 _DEFAULTS = {"enable_fp_fusion": True}
-# What the C function that launches a compiled kernel takes before the kernel's own arguments, in the versions of Triton that are known.
-_KNOWN_LAUNCHER = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO"
+# How the C function that launches a compiled kernel takes the kernel's own arguments, in the versions of Triton that are known: each for
+# itself at the end, or all as one tuple.
+_VERSION = triton.__version__.rpartition(".")[0]
+_EACH, _AS_ONE = _VERSION == "3.6", _VERSION == "3.9"
+_NOTHING = (None,) * 5  # of launch metadata, two hooks, and two kinds of scratch memory
 
 
 class _Parameters(NamedTuple):
@@ -112,11 +116,25 @@ def _as_bytes(values: Any) -> list[Any]:
 
 def _compiled_kernel(compiled: Any) -> _CompiledKernel:
     run = compiled.run
-    if not _KNOWN_LAUNCHER or not isinstance(run, nvidia.CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
+    if (
+        not isinstance(run, nvidia.CudaLauncher)
+        or run.global_scratch_size
+        or run.profile_scratch_size
+        or getattr(run, "gsan_enabled", False)
+    ):
         return _CompiledKernel(compiled, None, ())
-    no_scratch, no_hooks = (None, None), (None, None, None)
-    how = run.launch_cooperative_grid, run.launch_pdl
-    return _CompiledKernel(compiled, run.launch, (compiled.function, *how, *no_scratch, compiled.packed_metadata, *no_hooks))
+    how, metadata = (compiled.function, run.launch_cooperative_grid, run.launch_pdl), compiled.packed_metadata
+    if _EACH:
+        return _CompiledKernel(compiled, run.launch, (*how, *_NOTHING[:2], metadata, *_NOTHING[2:]))
+    if _AS_ONE:
+        fixed = *how, metadata, *_NOTHING, run.arg_annotations, run.kernel_signature
+        return _CompiledKernel(compiled, partial(_launch_of_tuple, run.launch, 4 + len(fixed)), fixed)  # 4: grid and stream
+    return _CompiledKernel(compiled, None, ())
+
+
+def _launch_of_tuple(launch: Callable[..., None], own: int, *given: Any) -> None:
+    """Those from `own` on are the kernel's arguments."""
+    launch(*given[:own], given[own:])
 
 
 def _read_parameters(kernel: Any) -> _Parameters:
