@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
-from mxep.mx import MXWeight
+from mxep.mx import MXWeight, weight_cache
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 peft = pytest.importorskip("peft", reason="a development tool")
@@ -316,3 +316,20 @@ def test_a_dense_layer_of_another_class_is_pefts_own() -> None:
     model.proj = Other(64, 96)
     wrapped = peft.get_peft_model(model, peft_0_21.register(peft.LoraConfig(target_modules=["proj"])))
     assert type(wrapped.base_model.model.proj) is peft.tuners.lora.Linear
+
+
+def test_merging_reaches_kept_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft writes to `weight.data`, which a cache does not see; where values are checked it would be an error."""
+    monkeypatch.setattr(weight_cache, "checking", lambda device: False)
+    model = dense("MXLinear", torch.float32)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    cache = mxep.parallel.cache_quantized_weights(model, optimizer)
+    x = rows_of(2, 64, torch.float32)
+    with torch.no_grad():
+        beside = model(x)
+        for change in (model.merge_adapter, model.unmerge_adapter):
+            change()
+            kept = model(x)
+            cache.advance()
+            assert torch.equal(kept, model(x))
+            assert sqnr(beside, kept) > 20

@@ -105,12 +105,24 @@ def training_fields(shape: ModelConfig) -> dict[str, Any]:
     return {name: getattr(shape, name) for name in TRAINING_FIELDS}
 
 
-def test_rotated_rows_in_halves(tmp_path: Path) -> None:
+def test_deepseek_v2_rotates_pairs_whatever_its_file_says(tmp_path: Path) -> None:
+    write(build("v2_lite"), tmp_path / "v2")
+    want = build("v2_lite", seed=2)
+    load_published(want, tmp_path / "v2")
+    described = json.loads((tmp_path / "v2" / "config.json").read_text())
+    (tmp_path / "v2" / "config.json").write_text(json.dumps({**described, "rope_interleave": False}))
+    ours = build("v2_lite", seed=3)
+    load_published(ours, tmp_path / "v2")
+    assert torch.equal(logits(ours), logits(want))
+
+
+@pytest.mark.parametrize("interleave", [False, None])
+def test_rotated_rows_in_halves(tmp_path: Path, interleave: bool | None) -> None:
     """The library's deepseek_v3 with rope_interleave off holds halves; read in our order it has the library's logits."""
     write(build("v3"), tmp_path / "pairs")
     described = json.loads((tmp_path / "pairs" / "config.json").read_text())
     theirs = transformers.AutoModelForCausalLM.from_config(
-        transformers.DeepseekV3Config(**{**described, "rope_interleave": False}), attn_implementation="eager"
+        transformers.DeepseekV3Config(**{**described, "rope_interleave": interleave}), attn_implementation="eager"
     ).eval()
     theirs.save_pretrained(tmp_path / "halves")
     ours = build("v3", seed=2)

@@ -19,6 +19,7 @@ from peft import LoraConfig
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from mxep.grouped_mm.dense import DenseLora, dense_mm
@@ -142,6 +143,12 @@ class LoraLinear(lora.Linear):
         if names:
             dequantize_weight(self.get_base_layer(), "weight")
             super().merge(safe_merge, names)
+            increment_version(cast(Tensor, self.get_base_layer().weight))  # peft writes to `.data`, of which a `WeightCache` would not know
+
+    def unmerge(self) -> None:
+        """Takes merged adapters out of the weight."""
+        super().unmerge()
+        increment_version(cast(Tensor, self.get_base_layer().weight))
 
 
 class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrappers by this name of their class
@@ -180,3 +187,9 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrapp
         if names:
             dequantize_weight(self.get_base_layer(), self.parameter_name)
             super().merge(safe_merge, names)
+            increment_version(self.get_param())
+
+    def unmerge(self) -> None:
+        """Takes merged adapters out of the weight."""
+        super().unmerge()
+        increment_version(self.get_param())

@@ -357,7 +357,8 @@ def load_published(model: Decoder, folder: Path, any_yarn: bool = False, report:
     notes = check_published_config(config, folder, any_yarn)
     files, names = PublishedFiles(folder), published_names(config)
     notes += check_names(files, config)
-    halves = read_published_config(folder).get("rope_interleave") is False
+    described = read_published_config(folder)
+    halves = described["model_type"] == "deepseek_v3" and not described.get("rope_interleave", True)  # null is false, as in transformers
     wanted = dict[str, tuple[Tensor, tuple[int, ...], Region, list[int] | None]]()  # what is filled, whole shape, region, order of rows
     for name, tensor in model.state_dict().items():
         if names[name][0] not in files.names:

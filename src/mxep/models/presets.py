@@ -146,7 +146,7 @@ class DecoderConfig(ABC):
 
     @property
     def attention_width(self) -> int:
-        """Values of a token that one layer's attention hands to its output projection; here of heads for values as wide as for queries."""
+        """Values of a token that one layer's attention hands to its output projection, where value heads are as wide as query heads."""
         return self.scores_width // 2
 
     @abstractmethod
