@@ -58,7 +58,7 @@ def test_steps_are_those_without_a_graph() -> None:
     assert got == want
     assert (recorder.recorded, recorder.replays) == (1, 6 - EAGER_STEPS)
     assert all(torch.equal(a, b) for a, b in zip(eager.model.parameters(), graphed.model.parameters(), strict=True))
-    with pytest.raises(ValueError, match=r"an input of \(2, 12\), want \(2, 24\) as in the first call"):
+    with pytest.raises(ValueError, match=r"an input of \(2, 12\) torch.int64, want \(2, 24\) torch.int64 as in the first call"):
         call(torch.ones(2, 12, dtype=torch.int64))
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mxep.comm import close_transports
 from mxep.comm.collective import gather_objects
-from mxep.device import device_type_of
+from mxep.device import default_device_type
 from mxep.train.rank_control import STORE_VARIABLE, is_second_request, stop_signals
 
 TIMEOUT = timedelta(minutes=10)
@@ -51,9 +51,9 @@ def init_distributed(device: Literal["auto", "cpu", "cuda"]) -> Iterator[Ranks]:
     A rank uses one CPU thread, unless OMP_NUM_THREADS is set.
 
     Raises:
-        ValueError: this machine has fewer GPUs than ranks, or none.
+        ValueError: this machine has fewer GPUs than ranks.
     """
-    device_type = device_type_of(device)
+    device_type = default_device_type() if device == "auto" else device
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device_type == "cuda":
