@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -121,3 +124,41 @@ def test_what_was_looked_at_is_let_go_at_the_end() -> None:
     watchdog.close()
     del counter
     assert seen() is None
+
+
+_STUCK_FOR_EVER = """
+import threading
+from types import SimpleNamespace
+from mxep.comm import watchdog
+watchdog._RESCUE_S = 0.3
+def driver_holds_its_lock(what):
+    threading.Event().wait()
+def main_thread_loads_a_module():
+    threading.Event().wait()
+over, never = SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)
+watchdog.Watchdog(0.1, driver_holds_its_lock).watch(over, never, "exchange 19")
+main_thread_loads_a_module()
+"""
+
+
+def test_the_process_ends_if_the_wait_cannot_be_ended() -> None:
+    """No thread of it would come back: neither the one in the driver nor the watchdog's."""
+    ended = subprocess.run([sys.executable, "-c", _STUCK_FOR_EVER], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGABRT
+    assert "exchange 19: a peer's part did not come, and the CUDA driver has not let the wait end for 0.3 s" in ended.stderr
+    assert "main_thread_loads_a_module" in ended.stderr
+    assert "driver_holds_its_lock" in ended.stderr
+
+
+def test_a_wait_that_is_ended_in_time_ends_no_process() -> None:
+    told = threading.Event()
+    begin, end = Event(True), Event()
+    watchdog = Watchdog(0.1, lambda _: told.set())
+    watchdog.watch(begin, end, "exchange 19")
+    assert told.wait(5)
+    end.done = True
+    watchdog.close()
+    deadline = time.monotonic() + 5
+    while any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a timer that would end this process is left"
+        time.sleep(0.01)

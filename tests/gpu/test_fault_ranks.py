@@ -17,6 +17,7 @@ WORLDS = [
     [
         ("between steps", "SIGSTOP"),  # the others' hosts wait in the next meeting
         ("first meeting", "SIGKILL"),  # they wait in the meeting behind it, and their GPUs for rows
+        ("first meeting, loading", "SIGKILL"),  # the same while kernels are loaded: an error, or the end of the process
         ("scores' meeting, busy", "SIGKILL"),  # the same, and what has left is nobody's: only the streams wait
         ("last meeting", "SIGSTOP"),  # GPUs alone wait, for rows that no kernel was started for
         ("last meeting, busy", "SIGKILL"),  # GPUs alone wait, for one that was busy and so never became ready

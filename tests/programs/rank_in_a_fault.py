@@ -21,6 +21,7 @@ from typing import Any
 import tests.end_with_parent  # noqa: F401, first: other imports take seconds
 import torch
 import torch.distributed as dist
+import triton
 from tests.faults import MOMENTS
 from tests.fused.test_fused_ranks import batch, layer
 from tests.fused.test_fused_symmetric import spread
@@ -31,6 +32,7 @@ from mxep.comm import ExchangeError, register, set_transport, transport_of
 from mxep.comm.host_allgather import HostAllGather, open_file
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.comm.symmetric_memory import SymmBuffer
+from mxep.ops.runtime import launch
 
 VICTIM = 1
 _WARM_S = 100  # while kernels are compiled
@@ -109,6 +111,15 @@ def before_number(number: int, transport: Any, act: Callable[[], None], behind: 
     transport._open = counted
 
 
+def forget_kernels() -> None:
+    """Triton's kernels are loaded again when they are called next: the driver may wait for the GPU then, and hold its lock."""
+    launch._variants.clear()
+    for module in list(sys.modules.values()):
+        for kernel in list(vars(module).values()):
+            if isinstance(kernel, triton.JITFunction):
+                kernel.device_caches.clear()
+
+
 def main(rank: int, world: int, folder: Path, device: str, moment: str, name_of_signal: str, timeout_s: float) -> None:
     faulthandler.register(signal.SIGUSR1)  # a test that finds this rank hanging asks where
     name = (over_gpus if device == "cuda" else over_files)(rank, world, folder, timeout_s)
@@ -127,12 +138,13 @@ def main(rank: int, world: int, folder: Path, device: str, moment: str, name_of_
     def nothing() -> None:
         pass
 
-    if rank == VICTIM:
-        if moment == "between steps":
-            strike()
-        else:
-            spins = moment.endswith("busy")
-            before_number(MOMENTS[moment], transport, (lambda: torch.cuda._sleep(_SPIN)) if spins else nothing, strike)
+    if rank != VICTIM and moment.endswith("loading"):
+        before_number(MOMENTS[moment], transport, nothing, forget_kernels)
+    elif rank == VICTIM and moment == "between steps":
+        strike()
+    elif rank == VICTIM:
+        spins = moment.endswith("busy")
+        before_number(MOMENTS[moment], transport, (lambda: torch.cuda._sleep(_SPIN)) if spins else nothing, strike)
     try:
         steps(rank, world, name, 3)
     except ExchangeError:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
 import threading
 import time
 from collections import deque
@@ -14,6 +17,9 @@ from mxep.comm.copy_streams import LOCAL, REMOTE, SLOTTED, CudaCopyStreams
 
 _CHECKS = 10  # per time limit at least
 _PAUSE_S = 0.5  # at most, so that events are recycled soon
+_RESCUE_S = 10.0  # for `stuck`, which starts a few small operations of the device
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,6 +36,10 @@ class Watchdog:
     """Watches exchanges on a thread of its own, by two events each or by a count of them.
 
     The clock of an exchange starts when the GPU begins it and everything before it on the stream, other exchanges included, is done.
+
+    The process ends with SIGABRT and the stacks of its threads if `stuck` does not return.  The CUDA driver may hold the context's lock
+    in a thread that loads a module or frees memory until the GPU is idle.  That GPU waits for the peer, and `stuck`, which would end the
+    wait, waits for the lock.
 
     Args:
         timeout_s: how long one exchange may take.
@@ -97,11 +107,32 @@ class Watchdog:
         if begin.query():
             self._begun = self._begun or time.monotonic()
             if time.monotonic() - self._begun > self._timeout_s:
-                self._stuck(what)
+                self._end(what)
 
     def _check_count(self, count: _Count) -> None:
         begun, ended = now = count.read()
         if begun == ended or now != count.seen:
             count.seen, count.since = now, time.monotonic()
         elif time.monotonic() - count.since > self._timeout_s:
-            self._stuck(count.what.format(begun))
+            self._end(count.what.format(begun))
+
+    def _end(self, what: str) -> None:
+        """`stuck`, or the end of the process."""
+        abort = threading.Timer(_RESCUE_S, _abort, (what,))
+        abort.daemon = True
+        abort.start()
+        try:
+            self._stuck(what)
+        finally:
+            abort.cancel()
+
+
+def _abort(what: str) -> None:
+    _log.critical(
+        "%s: a peer's part did not come, and the CUDA driver has not let the wait end for %g s, since another thread of this process holds "
+        "its lock; this process ends now (SIGABRT), as no call of it to the GPU would return",
+        what,
+        _RESCUE_S,
+    )
+    faulthandler.dump_traceback(2)  # standard error, whatever Python makes of it
+    os.abort()

@@ -250,7 +250,7 @@ def chunk_bounds(ends: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
     return bounds
 
 
-@triton.jit(do_not_specialize=["L", "capacity"])
+@triton.jit(do_not_specialize=["L", "capacity"], do_not_specialize_on_alignment=["chunk"])
 def _chunk_rows_kernel(
     offs,  # (L,) int32
     scores,  # (P,) float32

@@ -192,7 +192,7 @@ def reduce_rows_backward(
     return d_rows, d_weights
 
 
-@triton.jit(do_not_specialize=["P", "column_tiles"])
+@triton.jit(do_not_specialize=["P", "column_tiles"], do_not_specialize_on_alignment=["chunk"])
 def _reduce_rows_chunk_kernel(
     rows,  # (P, D) bf16 or float32
     rows_row,
