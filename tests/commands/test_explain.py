@@ -11,7 +11,9 @@ from mxep.cli import main
 from mxep.commands.explain import command, fused_rows, layer_stages
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import MODELS
+from mxep.parallel_dims import ParallelDims
 from mxep.recipe import resolve_recipe
+from mxep.train.memory import peak_memory
 
 
 def test_layer_stages_by_hand() -> None:
@@ -119,3 +121,13 @@ def test_what_is_kept_depends_on_the_form_of_the_first_product(capsys: pytest.Ca
         assert main(["explain", "--ep", "4", "--fused-layer", "--keep-first-product", form]) == 0
         shown.append(capsys.readouterr().out.partition("Recipes, one MoE layer")[2].partition("EP")[0])
     assert shown[0] != shown[1]
+
+
+@pytest.mark.parametrize(("recipe", "counted"), [("mxfp8_wgrad_with_mx", True), ("mxfp8_wgrad_with_hp", False)])
+def test_inputs_that_linear_layers_keep_in_mx_are_counted(recipe: str, counted: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--ep", "4", "--tokens", "8192", "--recipe", recipe]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "what all layers keep for backward" in line)
+    model, dims = MODELS["dsv3_16b"], ParallelDims(ep=4)
+    kept = [peak_memory(model, resolve_recipe(recipe), dims, 4, 8192, mx_linears=mx)[0].kept / 2**30 for mx in (False, True)]
+    assert kept[1] > kept[0] + 0.1
+    assert line.split()[-5] == f"{kept[counted]:,.2f}"

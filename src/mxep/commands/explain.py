@@ -98,7 +98,8 @@ def command(argv: Sequence[str]) -> int:
     name, model, recipe = settings.model, settings.choice.shape, resolve_recipe(config.recipe)
     stages = _stages_of(config, model, recipe)
     plain = _stages_of(config, model, resolve_recipe(config.against))
-    memory, verdicts = _memory(config, model, recipe)
+    linears = _linears(config, model, recipe)
+    memory, verdicts = _memory(config, model, recipe, linears)
     total, active = model.parameters()
     for note in settings.choice.notes:
         console.print(note)
@@ -122,7 +123,7 @@ def command(argv: Sequence[str]) -> int:
             f"few tokens: below {rows} rows per weight MXFP8 is slower than bf16, since every call quantises the weights; that is "
             f"{tokens:,} tokens a rank for these experts, {rows} for a dense linear. Recipe(hp_below_rows={rows}) multiplies in bf16 there"
         )
-        console.print(_linears_table(config, model, recipe))
+        console.print(_linears_table(config, recipe, linears))
     console.print(_recipes_table(config, model))
     console.print(_ep_table(config, model, recipe))
     console.print(_flops_table(config, settings.seq_len, model))
@@ -262,15 +263,20 @@ def _fused_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> T
     return table
 
 
-def _linears_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Table:
-    """Which dense linear layers `mxep train` converts on a Hopper GPU, and why it leaves the others."""
-    from mxep.parallel.conversion import name_patterns
+def _linears(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> dict[str, str | None]:
+    """For each dense linear layer why `mxep train` leaves it in high precision on a Hopper GPU; None: it converts the layer."""
     from mxep.train.linear_choice import linears_by_gain
+
+    return linears_by_gain(model, recipe, config.tokens, config.tp) if recipe.gemm == "mxfp8" else {}
+
+
+def _linears_table(config: ExplainConfig, recipe: Recipe, by_gain: dict[str, str | None]) -> Table:
+    """What `_linears` found, layers alike in one row."""
+    from mxep.parallel.conversion import name_patterns
 
     table = _table(
         f"Dense linear layers, {config.tokens:,} tokens, on a Hopper GPU", ("layer", f"in {recipe.name} (--linear-fqns auto)"), ()
     )
-    by_gain = linears_by_gain(model, recipe, config.tokens, config.tp)
     for stays in dict.fromkeys(by_gain.values()):
         alike = [name for name, reason in by_gain.items() if reason == stays]
         for pattern in name_patterns(alike, [name for name in by_gain if name not in alike]):
@@ -332,7 +338,7 @@ def _peaks() -> str:
     return ", ".join(f"{gpu} {peak / 1e12:g}" for gpu, peak in PEAK_BF16.items()) + " TFLOP/s"
 
 
-def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[Table, list[str]]:
+def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: dict[str, str | None]) -> tuple[Table, list[str]]:
     """The peak of the pipeline stage that needs most, by recomputation mode, and a line for each mode that says whether it fits,
     for "auto" what it keeps.
 
@@ -348,6 +354,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> tuple[
     layers: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights", "compile")}
     precision = StatePrecision(config.optimizer, config.dtype)
     layers["optimizer_in_backward"] = config.optimizer_in_backward
+    layers["mx_linears"] = recipe.wgrad == "mx" and None in linears.values()
     options = {**layers, "precision": precision}
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}
