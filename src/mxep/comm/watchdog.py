@@ -129,10 +129,10 @@ class Watchdog:
 
 def _abort(what: str) -> None:
     _log.critical(
-        "%s: a peer's part did not come, and the CUDA driver has not let the wait end for %g s, since another thread of this process holds "
+        "%s: a peer's part did not come, and the CUDA driver has not let the wait end for %s s, since another thread of this process holds "
         "its lock; this process ends now (SIGABRT), as no call of it to the GPU would return",
         what,
-        _RESCUE_S,
+        f"{_RESCUE_S:g}",
     )
     faulthandler.dump_traceback(2)  # standard error, whatever Python makes of it
     os.abort()
