@@ -10,6 +10,10 @@ import time
 import weakref
 from types import SimpleNamespace
 
+import pytest
+import torch
+
+from mxep.comm import symmetric
 from mxep.comm.copy_streams import LOCAL, REMOTE, SLOTTED
 from mxep.comm.watchdog import Watchdog
 
@@ -126,39 +130,90 @@ def test_what_was_looked_at_is_let_go_at_the_end() -> None:
     assert seen() is None
 
 
-_STUCK_FOR_EVER = """
-import threading
+_STUCK = """
+import logging, threading
 from types import SimpleNamespace
 from mxep.comm import watchdog
-watchdog._RESCUE_S = 0.3
-def driver_holds_its_lock(what):
-    threading.Event().wait()
-def main_thread_loads_a_module():
-    threading.Event().wait()
-over, never = SimpleNamespace(query=lambda: True), SimpleNamespace(query=lambda: False)
+watchdog._RESCUE_S, watchdog._PAUSE_S = 0.3, 0.05
+for_ever = threading.Event().wait
+class Prints(logging.StreamHandler):
+    def emit(self, record):
+        for_ever()  # as str() of a tensor of the GPU
+logging.getLogger().addHandler(Prints())
+def driver_holds_its_lock(*of):
+    {stuck}
+def main_thread_waits():
+    {waits}
+over, never = SimpleNamespace(query=lambda: True), SimpleNamespace(query={query})
 watchdog.Watchdog(0.1, driver_holds_its_lock).watch(over, never, "exchange 19")
-main_thread_loads_a_module()
+main_thread_waits()
 """
 
 
-def test_the_process_ends_if_the_wait_cannot_be_ended() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "parts"),
+    [
+        (0.3, {"stuck": "for_ever()"}),
+        (0.3, {"stuck": "raise RuntimeError('cuMemsetD8Async: CUDA error 700')"}),
+        (0.3, {"stuck": "for_ever()", "waits": "logging.critical('loss')"}),
+        (0.4, {"query": "driver_holds_its_lock", "stuck": "for_ever()"}),
+    ],
+    ids=["does not return", "raises", "logging waits too", "a check does not return"],
+)
+def test_the_process_ends_if_the_wait_cannot_be_ended(seconds: float, parts: dict[str, str]) -> None:
     """No thread of it would come back: neither the one in the driver nor the watchdog's."""
-    ended = subprocess.run([sys.executable, "-c", _STUCK_FOR_EVER], capture_output=True, text=True, timeout=60)
+    program = _STUCK.format(**{"waits": "for_ever()", "query": "lambda: False"} | parts)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGABRT
-    assert "exchange 19: a peer's part did not come, and the CUDA driver has not let the wait end for 0.3 s" in ended.stderr
-    assert "main_thread_loads_a_module" in ended.stderr
-    assert "driver_holds_its_lock" in ended.stderr
+    assert f": a peer's part did not come, and the CUDA driver has not let the wait end for {seconds} s" in ended.stderr
+    assert "main_thread_waits" in ended.stderr
 
 
-def test_a_wait_that_is_ended_in_time_ends_no_process() -> None:
-    told = threading.Event()
+_AT_EXIT = """
+import atexit, threading
+from types import SimpleNamespace
+from mxep.comm.watchdog import Watchdog
+ended = threading.Event()
+over, end = SimpleNamespace(query=lambda: True), SimpleNamespace(query=ended.is_set)
+atexit.register(lambda: print(ended.wait(20)))  # as torch.cuda.synchronize() of close_transports
+Watchdog(0.3, lambda what: ended.set()).watch(over, end, "exchange 19")
+"""
+
+
+def test_a_wait_ends_while_python_shuts_down() -> None:
+    """An error that nobody catches ends there."""
+    ended = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+
+
+def test_a_wait_that_is_ended_in_time_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxep.comm.watchdog._RESCUE_S", 0.2)
+    monkeypatch.setattr("mxep.comm.watchdog._PAUSE_S", 0.02)
+    aborted: list[tuple[str, float]] = []
+    monkeypatch.setattr("mxep.comm.watchdog._abort", lambda *what: aborted.append(what))
+    told: list[str] = []
     begin, end = Event(True), Event()
-    watchdog = Watchdog(0.1, lambda _: told.set())
+    watchdog = Watchdog(0.1, told.append)
     watchdog.watch(begin, end, "exchange 19")
-    assert told.wait(5)
+    time.sleep(1)
     end.done = True
+    assert set(told) == {"exchange 19"}
+    assert len(told) > 3
     watchdog.close()
-    deadline = time.monotonic() + 5
-    while any(isinstance(thread, threading.Timer) for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "a timer that would end this process is left"
-        time.sleep(0.01)
+    assert aborted == []
+
+
+def test_memory_is_poisoned_before_anything_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(symmetric, "fill_bytes", lambda *what: order.append("NaN"))
+    monkeypatch.setattr(symmetric, "_fill_words", lambda *what: order.append("flags"))
+    monkeypatch.setattr(symmetric._log, "critical", lambda *what: order.append("log"))
+    memory = torch.zeros(8, dtype=torch.uint8)
+    transport = SimpleNamespace(
+        rank=0, world=2, device=torch.device("cpu"), _timeout_s=4, num_exchanges=3, posted=[1, 1], _captured=0, _slot_buffers=None
+    )
+    transport.fail = lambda text: order.append("fail")
+    transport._rescue, transport._flags = SimpleNamespace(cuda_stream=0), SimpleNamespace(memory=memory)
+    transport._pool = SimpleNamespace(each=lambda act: act(SimpleNamespace(memory=memory)))
+    symmetric.SymmetricTransport._stuck(transport, "exchange 3")  # type: ignore[arg-type]
+    assert order == ["fail", "NaN", "flags", "log"]

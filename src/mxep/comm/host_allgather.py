@@ -105,7 +105,7 @@ class HostAllGather:
         """Every rank that waits, now or later, raises an error with this text."""
         if os.getpid() != self._process:
             return
-        status, line = self._status[self.rank], text.encode()[: _STATUS_BYTES - 8]
+        status, line = self._status[self.rank], text.encode(errors="backslashreplace")[: _STATUS_BYTES - 8]
         status[1:].view(np.uint8)[: len(line)] = np.frombuffer(line, np.uint8)
         status[0] = len(line)
 

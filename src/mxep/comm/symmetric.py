@@ -394,7 +394,6 @@ class SymmetricTransport:
         """On the watchdog's thread: end every wait for a rank, with NaN in all memory in which something may not have arrived."""
         text = f"{what} (rank {self.rank} of {self.world}): a peer's part did not come for {self._timeout_s:g} s; it died or hangs"
         self.fail(text)
-        _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", text)
         stream = self._rescue.cuda_stream
 
         def poison(buffer: SymmBuffer) -> None:
@@ -410,6 +409,8 @@ class SymmetricTransport:
         if self._captured:
             fill_bytes(self.device, self._nothing.data_ptr(), _POISON, self._nothing.nbytes, stream)
             _fill_words(self.device, flags + words * FLAG_BYTES, 1, words * self._captured, stream)
+        # Last: a thread that prints a tensor holds the lock of logging while it waits for the GPU.
+        _log.critical("%s; everything in symmetric memory is NaN from now on, and the next exchange raises", text)
 
     def close(self) -> None:
         """Release the memory: first the peers' views, then the handles, then the buffers; before the process group ends."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import threading
 import time
@@ -18,8 +17,6 @@ from mxep.comm.copy_streams import LOCAL, REMOTE, SLOTTED, CudaCopyStreams
 _CHECKS = 10  # per time limit at least
 _PAUSE_S = 0.5  # at most, so that events are recycled soon
 _RESCUE_S = 10.0  # for `stuck`, which starts a few small operations of the device
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -37,9 +34,10 @@ class Watchdog:
 
     The clock of an exchange starts when the GPU begins it and everything before it on the stream, other exchanges included, is done.
 
-    The process ends with SIGABRT and the stacks of its threads if `stuck` does not return.  The CUDA driver may hold the context's lock
-    in a thread that loads a module or frees memory until the GPU is idle.  That GPU waits for the peer, and `stuck`, which would end the
-    wait, waits for the lock.
+    The process ends with SIGABRT and the stacks of its threads if `stuck` raises or does not return, or a check does not return for the
+    time limit.  The CUDA driver may hold the context's lock in a thread that loads a module or frees memory until the GPU is idle.  That
+    GPU waits for the peer, and `stuck`, which would end the wait, waits for the lock.  A second thread sees to that.  It calls no driver,
+    logs nothing, and starts with the object, since Python 3.12 starts no thread while it shuts down.
 
     Args:
         timeout_s: how long one exchange may take.
@@ -60,8 +58,10 @@ class Watchdog:
         self._watched: deque[tuple[torch.cuda.Event, torch.cuda.Event, str]] = deque()
         self._counts: list[_Count] = []
         self._begun: float | None = None
+        self._busy: tuple[str, float] | None = None  # what the thread does that may not return, and for how many seconds it may
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="mxep-watchdog", daemon=True).start()
+        for target in (self._watch, self._watch_itself):
+            threading.Thread(target=target, name="mxep-watchdog", daemon=True).start()
 
     def watch(self, begin: torch.cuda.Event, end: torch.cuda.Event, what: str) -> None:
         """An exchange between two recorded events."""
@@ -79,7 +79,7 @@ class Watchdog:
         self._counts.append(_Count(what, read))
 
     def close(self) -> None:
-        """Ends the thread and releases its exchanges."""
+        """Ends the threads and releases the exchanges."""
         self._ended.set()
         self._counts.clear()
 
@@ -87,9 +87,14 @@ class Watchdog:
         if self._prepare is not None:
             self._prepare()
         while not self._ended.wait(self._pause_s):
-            self._check_exchanges()
-            for count in self._counts:
-                self._check_count(count)
+            self._check()
+
+    def _check(self) -> None:
+        self._busy = "an exchange", self._timeout_s + _RESCUE_S
+        self._check_exchanges()
+        for count in self._counts:
+            self._check_count(count)
+        self._busy = None
 
     def _check_exchanges(self) -> None:
         """Drop those that have ended; the clock of the first other one runs from the first check that finds it begun."""
@@ -118,21 +123,26 @@ class Watchdog:
 
     def _end(self, what: str) -> None:
         """`stuck`, or the end of the process."""
-        abort = threading.Timer(_RESCUE_S, _abort, (what,))
-        abort.daemon = True
-        abort.start()
-        try:
-            self._stuck(what)
-        finally:
-            abort.cancel()
+        self._busy = what, _RESCUE_S
+        self._stuck(what)
+        self._busy = what, self._timeout_s + _RESCUE_S
+
+    def _watch_itself(self) -> None:
+        """Ends the process if the other thread does not come back. Counted in pauses: the process may have been stopped for hours."""
+        seen, pauses = None, 0
+        while not self._ended.wait(_PAUSE_S):
+            busy = self._busy
+            pauses = pauses + 1 if busy is seen else 0
+            seen = busy
+            if busy is not None and pauses * _PAUSE_S > busy[1]:
+                _abort(*busy)
 
 
-def _abort(what: str) -> None:
-    _log.critical(
-        "%s: a peer's part did not come, and the CUDA driver has not let the wait end for %s s, since another thread of this process holds "
-        "its lock; this process ends now (SIGABRT), as no call of it to the GPU would return",
-        what,
-        f"{_RESCUE_S:g}",
+def _abort(what: str, seconds: float) -> None:
+    text = (
+        f"mxep: {what}: a peer's part did not come, and the CUDA driver has not let the wait end for {seconds:g} s, since another thread "
+        "of this process holds its lock; this process ends now (SIGABRT), as no call of it to the GPU would return\n"
     )
-    faulthandler.dump_traceback(2)  # standard error, whatever Python makes of it
+    os.write(2, text.encode())  # logging has a lock too, which the thread that waits for the GPU may hold
+    faulthandler.dump_traceback(2)
     os.abort()
