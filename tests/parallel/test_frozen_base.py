@@ -366,6 +366,20 @@ def test_expert_parallelism_of_a_frozen_base(world: int) -> None:
     assert run_ranks(_sharded, world) == [[(True, True)] * 2] * world
 
 
+def test_a_weight_that_takes_the_place_of_another_has_a_form_of_its_own() -> None:
+    """As a merged adapter that is frozen again: what is gone leaves its address to what comes."""
+    layer = mxep.FusedMoE(mxep.MoEConfig(64, 32, 4, 2), "mxfp8_wgrad_with_hp")
+    mxep.quantize_base(layer, "experts", keep_dgrad_form=True)
+    x = torch.randn(32, 64, requires_grad=True)
+    for number in range(8):
+        w3 = layer.experts.w3.dequantize() * -1.3
+        layer.experts.w3 = None
+        layer.experts.w3 = nn.Parameter(MXWeight.of(w3, keep_dgrad_form=True), requires_grad=False)
+        got, want = (torch.autograd.grad(moe(x).square().sum(), x)[0] for moe in (layer, copy.deepcopy(layer)))
+        assert torch.equal(got, want), number
+    assert len(layer.experts.w1.kept.forms) == 1
+
+
 def test_writing_an_expert_renews_its_dgrad_form() -> None:
     """Expert by expert, as a checkpoint may be loaded; also through parts of a split."""
     experts = mxep.moe.Experts(64, 32, 4, "mxfp8_gemm")

@@ -364,13 +364,13 @@ class Weights:
             return form if GEMM_PATHS[path].granularity is None else direct.rebase_weight(*form)
         assert self.gemm is not None
         keeps = [part.kept for part in self._frozen if part.kept is not None]
-        key, writes = (which, self.gemm.mode, path, *map(id, keeps)), [kept.writes for kept in keeps]
-        if len(keeps) == len(self._frozen) and key in keeps[0].forms and keeps[0].forms[key][0] == writes:
-            return keeps[0].forms[key][1]  # type: ignore[no-any-return]
-        form = self._quantized_again(which, path)
-        if len(keeps) == len(self._frozen):
-            keeps[0].forms[key] = writes, form
-        return form
+        if len(keeps) < len(self._frozen):
+            return self._quantized_again(which, path)
+        # Another weight is compared as an object, which the entry holds: an address may be that of one that is gone.
+        forms, key, facts = keeps[0].forms, (which, self.gemm.mode, path), (keeps[0].writes, *((kept, kept.writes) for kept in keeps[1:]))
+        if key not in forms or forms[key][0] != facts:
+            forms[key] = facts, self._quantized_again(which, path)
+        return forms[key][1]  # type: ignore[no-any-return]
 
     def _quantized_again(self, which: str, path: str) -> Bytes:
         """The values of frozen weights in bf16, which holds e4m3 times a power of two exactly, quantised along the other dimension.

@@ -30,12 +30,12 @@ class KeptForms:
     """Other forms of a weight, which are kept from call to call.
 
     Attributes:
-        forms: by key, what the weights' counts of writes were when the form was made, and the form.
+        forms: by key, this weight's count of writes and other weights' `KeptForms` and counts when the form was made, and the form.
         writes: how often the weight was written.
     """
 
     def __init__(self, written: list[int] | None = None) -> None:
-        self.forms: dict[Any, tuple[list[int], Any]] = {}
+        self.forms: dict[Any, tuple[tuple, Any]] = {}
         self._written = [0] if written is None else written
 
     @property
