@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,48 @@ def test_a_weight_that_takes_the_place_of_another_has_a_form_of_its_own() -> Non
         got, want = (torch.autograd.grad(moe(x).square().sum(), x)[0] for moe in (layer, copy.deepcopy(layer)))
         assert torch.equal(got, want), number
     assert len(layer.experts.w1.kept.forms) == 1
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_views_of_whole_rows_write_into_the_weight(transposed: bool) -> None:
+    """As files of experts are loaded one by one: a copy into a view of dequantised values would be lost."""
+    new = torch.randn(4, 64, 96, dtype=torch.bfloat16)
+    want = MXWeight.of(new, transposed)
+
+    def by_view(write: Callable[[Tensor], Any]) -> Tensor:
+        weight = MXWeight.of(torch.zeros_like(new), transposed, keep_dgrad_form=True)
+        with torch.no_grad():
+            write(weight)
+        assert weight.kept is not None
+        assert weight.kept.writes > 0
+        return weight.dequantize()
+
+    def each(weight: Tensor) -> None:
+        for part, value in zip(weight, new, strict=True):
+            part.copy_(value)
+
+    def by_number(weight: Tensor) -> None:
+        for number in range(4):
+            weight[number].copy_(new[number])
+
+    def by_rows(weight: Tensor) -> None:
+        for half in (slice(0, 32), slice(32, 64)):
+            weight[:, half].copy_(new[:, half])
+
+    views: dict[str, Callable[[Tensor], Any]] = {
+        "loop": each,
+        "select": by_number,
+        "view": lambda w: w.view(2, 2, 64, 96).copy_(new.view(2, 2, 64, 96)),
+        "squeeze": lambda w: w.unsqueeze(0).squeeze(0).copy_(new),
+        "unflatten": lambda w: w.unflatten(0, (2, -1)).copy_(new.unflatten(0, (2, -1))),
+    }
+    if not transposed:
+        views["flatten"] = lambda w: w.flatten(0, 1).copy_(new.flatten(0, 1))
+        views["rows"] = by_rows
+    for name, write in views.items():
+        assert torch.equal(by_view(write), want.dequantize()), name
+    assert type(want.flatten(1)) is torch.Tensor, "its blocks would be cut"
+    assert torch.equal(want.flatten(1), want.dequantize().flatten(1))
 
 
 def test_writing_an_expert_renews_its_dgrad_form() -> None:

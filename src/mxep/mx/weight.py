@@ -23,7 +23,14 @@ aten = torch.ops.aten
 _WHERE = "MXWeight"
 _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 # Operators over one dimension, and which of their arguments names it.
-_ALONG = {aten.unsqueeze.default: 1, aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2}
+_ALONG = {
+    aten.unsqueeze.default: 1,
+    aten.squeeze.dim: 1,
+    aten.select.int: 1,
+    aten.slice.Tensor: 1,
+    aten.split.Tensor: 2,
+    aten.unbind.int: 1,
+}
 
 
 class KeptForms:
@@ -220,7 +227,18 @@ def _kept_in_mx(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
         return weight._like(torch.empty_like(qdata, device=device), torch.empty_like(scale, device=device))
     if func in _ALONG:
         return _along(func, weight, args, kwargs)
-    return _of_fsdp(func, weight, args)
+    made = _of_fsdp(func, weight, args)
+    return _viewed(weight, args[1]) if made is None and func is aten.view.default else made
+
+
+def _viewed(weight: MXWeight, sizes: list[int]) -> MXWeight | None:
+    """The same rows of blocks in other leading dimensions; None where blocks would be cut. A transposed weight's last two stay."""
+    shape, stays = torch.empty(weight.shape, device="meta").view(sizes).shape, 2 if weight.transposed else 1
+    if len(shape) < 2 or shape[-stays:] != weight.shape[-stays:]:
+        return None
+    rows = _swapped(shape, weight.transposed)
+    parts = weight.qdata.view(rows), weight.scale.view(*rows[:-1], rows[-1] // MX_BLOCK)
+    return weight._like(*parts, kept=weight.kept and weight.kept.of_part())
 
 
 def _of_fsdp(func: Any, weight: MXWeight, args: tuple) -> MXWeight | None:
@@ -250,9 +268,10 @@ def _along(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
     rest = {name: value for name, value in kwargs.items() if name != "dim"}
     called = [func(part, *args[1:at], inner, *args[at + 1 :], **rest) for part in (weight.qdata, weight.scale)]
     kept = weight.kept
-    if func is aten.split.Tensor:
+    if func in (aten.split.Tensor, aten.unbind.int):
         return [weight._like(*parts, kept=kept and kept.of_part()) for parts in zip(*called, strict=True)]
-    return weight._like(*called, kept=kept if func is aten.unsqueeze.default else kept and kept.of_part())
+    whole = func in (aten.unsqueeze.default, aten.squeeze.dim)
+    return weight._like(*called, kept=kept if whole else kept and kept.of_part())
 
 
 def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
