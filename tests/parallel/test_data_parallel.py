@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from mxep.fused.layer import FusedMoE
 from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
 from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe, quantize_base
@@ -543,3 +544,41 @@ def gathers_of_evaluations(rank: int, world: int) -> None:
 
     apart, once = gathers(False), gathers(True)
     assert apart == 3 * once > 0
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = FusedMoE(MoEConfig(D, 96, E, 3), "hp")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(x)
+
+
+def steps_after_a_forward_without_a_backward(rank: int, world: int) -> list[bool]:
+    """By which forward had no backward: whether the next forward has the new values."""
+    meshes, found = build_meshes(world, 1, "cpu"), []
+    for gradients in (False, True):
+        torch.manual_seed(1)
+        net = nn.Sequential(_Block(), _Block())
+        for block in net:
+            parallelize_moe(block.moe, meshes.ep)
+        torch.optim.SGD(net.parameters(), 0.0).step()  # before the first forward, which sets FSDP up
+        apply_fsdp(net, meshes, blocks=list(net), param_dtype=torch.bfloat16)
+        x, optimizer = torch.randn(16, D).bfloat16(), torch.optim.AdamW(net.parameters(), 0.1, foreach=False)
+        net(x).float().square().mean().backward()
+        with torch.set_grad_enabled(gradients):
+            (net if gradients else net[0])(x)
+        optimizer.step()
+        got = net(x).detach()
+        for unit in net.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+        found.append(torch.equal(got, net(x).detach()))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_after_a_forward_without_a_backward(world: int) -> None:
+    """A router's gate stays gathered until a backward frees it: the next step chose experts by the old one."""
+    assert run_ranks(steps_after_a_forward_without_a_backward, world) == [[True] * 2] * world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mxep.fused.layer import FusedExperts
 from mxep.moe.experts import Experts
@@ -109,7 +111,31 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
     model.register_forward_hook(_free_after_evaluation)
+    for module in blocks:
+        module.register_forward_pre_hook(_free_old_values, prepend=True)  # before those of FSDP, which gather
     return model
+
+
+_steps = [0]  # of all optimizers
+_freed_at: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # unit -> `_steps` then
+
+
+def _count_step(*_: Any) -> None:
+    _steps[0] += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+@torch.compiler.disable
+def _free_old_values(module: nn.Module, args: Any) -> None:
+    """A unit that a forward left gathered, and no backward freed, has the values of before an optimizer's step: it is gathered again."""
+    if _freed_at.get(module, 0) == _steps[0]:
+        return
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule) and _freed_at.get(unit, 0) != _steps[0]:
+            _freed_at[unit] = _steps[0]
+            unit.reshard()
 
 
 def _free_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
