@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.ep.blocks import combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
-from mxep.moe import MoE, MoEConfig
+from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
 from mxep.parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, build_meshes, convert_experts
 from mxep.recipe import resolve_recipe
@@ -281,3 +281,49 @@ def failing(rank: int, world: int) -> None:
 def test_a_failing_rank_is_reported() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 failed.*told you so"):
         run_ranks(failing, 2)
+
+
+def tied_experts(rank: int, world: int) -> list[tuple[int, bool, bool]]:
+    """By kind of tie: parameters after sharding, whether both layers hold the same, and whether a step moves both."""
+    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), []
+    for kind in ("module", "fused", "parameters", "user's module"):
+        a, b = (MoE(MoEConfig(64, 32, 4, 2), "hp") for _ in range(2))
+        net = nn.Sequential(a, b)
+        if kind in ("module", "fused"):
+            b.experts = a.experts
+        else:
+            for name, parameter in a.experts.named_parameters():
+                b.experts.register_parameter(name, parameter)
+        if kind == "fused":
+            fuse_layers(net)
+        for layer in net:
+            if kind == "user's module":
+                parallelize_module(layer.experts, mesh, MXFP8ExpertParallel("hp"))
+            else:
+                apply_mxfp8_expert_parallel(layer, mesh)
+        w1 = [layer.experts.w1 for layer in net]
+        before = w1[0].full_tensor().clone()
+        if kind != "user's module":
+            net(torch.randn(8, 64)).square().sum().backward()
+            torch.optim.SGD(net.parameters(), 1.0).step()
+        moved = kind == "user's module" or not torch.equal(w1[1].full_tensor(), before)
+        found.append((len(list(net.parameters())), w1[0] is w1[1], moved))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tied_experts_stay_tied(world: int) -> None:
+    assert run_ranks(tied_experts, world) == [[(5, True, True)] * 4] * world
+
+
+def test_hooks_of_parameters_are_not_lost() -> None:
+    run_ranks(hooks_of_parameters, 1)
+
+
+def hooks_of_parameters(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        layer = MoE(MoEConfig(64, 32, 4, 2), "hp")
+        getattr(layer.experts.w2, register)(print)
+        with pytest.raises(ValueError, match=r"Experts.w2 has hooks, .*, want none yet; register them afterwards"):
+            apply_mxfp8_expert_parallel(layer, mesh)

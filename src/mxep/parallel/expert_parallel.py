@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mxep.checks import check_rows
 from mxep.ep.blocks import Permuted, combine, dispatch, permute, unpermute
@@ -110,14 +113,14 @@ def _check_mesh(ep_mesh: DeviceMesh) -> None:
 def shard_experts(module: nn.Module, ep_mesh: DeviceMesh) -> None:
     """Replace each of the module's own parameters (E, ...) by a DTensor sharded over the experts.
 
-    Rank 0's values are used on all ranks.
+    Rank 0's values are used on all ranks.  A parameter that several modules share stays shared when each of them is sharded.
 
     Args:
         module: its own parameters are stacked weights (E, ...); those of its children are left alone.
         ep_mesh: 1-D mesh whose size divides E.
 
     Raises:
-        ValueError: no mesh, one that is not 1-D, or E not divisible by its size.
+        ValueError: no mesh, one that is not 1-D, E not divisible by its size, or a parameter with hooks, which would be lost.
 
     Examples:
         >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
@@ -128,13 +131,27 @@ def shard_experts(module: nn.Module, ep_mesh: DeviceMesh) -> None:
     """
     _check_mesh(ep_mesh)
     for name, parameter in list(module.named_parameters(recurse=False)):
+        if isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements) == (ep_mesh, (Shard(0),)):
+            continue
         if parameter.dim() == 0 or parameter.shape[0] % ep_mesh.size():
             raise ValueError(
                 f"expert parallelism: {type(module).__name__}.{name} is {tuple(parameter.shape)} and the EP degree {ep_mesh.size()}, "
                 "want the first dimension (experts) divisible by it; change the number of experts or the mesh"
             )
-        sharded = _distributed(parameter.detach(), ep_mesh)
-        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"expert parallelism: {type(module).__name__}.{name} has hooks, which the sharded parameter in its place would not run, "
+                "want none yet; register them afterwards"
+            )
+        mesh, shared = _sharded.get(parameter, (None, lambda: None))
+        sharded = shared() if mesh == ep_mesh else None
+        if sharded is None:
+            sharded = nn.Parameter(_distributed(parameter.detach(), ep_mesh), requires_grad=parameter.requires_grad)
+            _sharded[parameter] = ep_mesh, weakref.ref(sharded)
+        module.register_parameter(name, sharded)
+
+
+_sharded = WeakTensorKeyDictionary()  # a parameter that another module may still hold -> the mesh, and the one in its place
 
 
 def _distributed(values: Tensor, ep_mesh: DeviceMesh) -> Tensor:
