@@ -130,6 +130,35 @@ def test_a_rank_that_hangs_costs_the_others_a_checkpoint_and_no_more_than_the_ti
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001"]
 
 
+def saves_after_a_disk_that_stood_still(rank: int, world: int, folder: str) -> None:
+    """A file system that comes back after the timeout, and an error of one rank that no file system raises."""
+    writer = CheckpointWriter(Path(folder), keep=9, background=True, timeout=timedelta(seconds=2))
+    flush = mxep.train.checkpoint._flush
+
+    def stands_still(path: Path) -> None:
+        time.sleep(3)
+        flush(path)
+
+    def has_no_memory(path: Path) -> None:
+        raise MemoryError("of rank 1")
+
+    for step, flushes in enumerate((flush, stands_still, flush, has_no_memory, flush), start=1):
+        if rank == 1:
+            mxep.train.checkpoint._flush = flushes  # type: ignore[assignment]
+        writer.save(step, {"w": torch.full((2,), float(step))}, {}, {})
+        if flushes is flush:
+            writer.wait()
+        else:
+            what = "MemoryError: of rank 1 .rank 1" if flushes is has_no_memory else ""
+            with pytest.raises(NotWrittenError, match=f"step_0000000{step} cannot be written: .*{what}"):
+                writer.wait()
+
+
+def test_a_disk_that_stands_still_costs_one_checkpoint_and_not_all_later_ones(tmp_path: Path) -> None:
+    run_ranks(saves_after_a_disk_that_stood_still, 2, str(tmp_path))
+    assert [path.name for path in list_checkpoints(tmp_path)] == [f"step_0000000{step}" for step in (1, 3, 5)]
+
+
 def test_a_shard_is_staged_in_one_block_that_serves_every_save(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(3.0), "b": torch.arange(70, dtype=torch.int8), "c": torch.randn(4, 5).t(), "d": torch.tensor(2.0)}
     tensors["e"] = torch.empty(0, 3)

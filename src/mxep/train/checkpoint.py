@@ -379,7 +379,8 @@ _KINDS = (RunLockLostError, DamagedCheckpointError, ValueError)
 def _together(what: str, act: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
     """Run `act` on every rank; returns all results by rank, or raises the error of the first failing rank on every rank.
 
-    Errors of `_KINDS` keep their type; errors of the file system become OSError.
+    Errors of `_KINDS` keep their type, errors of the file system become OSError, and all others RuntimeError: a rank that left with one
+    would not hear the messages that the others send, and take them for those of its next call.
     """
     result: Any = None
     failure: tuple[type[Exception], str] | None = None
@@ -387,6 +388,8 @@ def _together(what: str, act: Callable[[], Any], group: dist.ProcessGroup | None
         result = act()
     except (*_KINDS, OSError, SafetensorError) as error:
         failure = (next((kind for kind in _KINDS if isinstance(error, kind)), OSError), str(error))
+    except Exception as error:
+        failure = RuntimeError, f"{type(error).__name__}: {error}"
     outcomes = gather_objects((failure, result), group)
     for rank, (failed, _) in enumerate(outcomes):
         if failed is not None:

@@ -68,6 +68,7 @@ class CheckpointWriter:
             NotWrittenError: the previous save is still running after twice the timeout.
         """
         self._join()
+        self._renew_group()
         self._failure = None
         if not self.background:
             self._write(self.folder, step, tensors, rank_tensors, facts, self.keep, None, self.lock)
@@ -78,6 +79,14 @@ class CheckpointWriter:
         arguments = (self.folder, step, self._staging.copy(tensors), own, copy.deepcopy(facts), self.keep, self._group, self.lock)
         self._thread = threading.Thread(target=self._write, args=arguments, name="mxep-checkpoint", daemon=True)
         self._thread.start()
+
+    def _renew_group(self) -> None:
+        """After a save that failed: gloo closes a group's connections for good when a rank is silent for too long. All ranks are here."""
+        if self._group is not None:
+            failed = torch.tensor(float(self._failure is not None))
+            dist.all_reduce(failed)
+            if failed:
+                self._group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def wait(self) -> None:
         """Wait for the last save.
