@@ -323,6 +323,34 @@ def test_signals_end_the_run_and_what_it_started(tmp_path: Path, numbers: list[s
             os.kill(started, signal.SIGKILL)
 
 
+def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
+    """By SIGKILL, which nothing can forward: they would keep their GPUs beside the next benchmark."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import os, sys, time, pathlib\npathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(100)\n"
+    )
+    program = "import sys; from mxep.bench.ranks import _TORCHRUN, run_child; run_child([sys.executable, '-c', _TORCHRUN, *sys.argv[1:]])"
+    starter = subprocess.Popen([sys.executable, "-c", program, "--standalone", "--nproc-per-node=2", str(rank), str(tmp_path)])
+    files, started = [tmp_path / "0", tmp_path / "1"], list[int]()
+    try:
+        deadline = time.monotonic() + 100
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        started += [int(file.read_text()) for file in files]
+        starter.kill()
+        deadline = time.monotonic() + 40
+        while any(start_of(pid) is not None for pid in started):
+            assert time.monotonic() < deadline, "a rank goes on"
+            time.sleep(0.1)
+    finally:
+        starter.kill()
+        starter.wait()
+        for pid in started:
+            if start_of(pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+
+
 def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for argv, words in (
         (["train", "--quick", "--device", "cpu", "--", "--recipe", "hp"], ("--recipe after --", "leave it out")),

@@ -22,6 +22,7 @@ import mxep.train.adamw
 import mxep.train.checkpoint
 import mxep.train.checkpoint_writer
 import mxep.train.distributed
+from mxep.train import rank_control
 from mxep.train.checkpoint import ShardWriter, read_manifest, save_checkpoint, verify
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks, StopRequest
@@ -168,6 +169,18 @@ def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         request._since -= ECHO_S
         os.kill(os.getpid(), signal.SIGHUP)  # a terminal that is closed meanwhile
         assert not ended
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [signal.SIGTERM]
+
+
+def test_the_request_after_the_guards_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starter is gone, its ranks end after their step; whoever finds them too slow ends them by one more signal."""
+    ended = []
+    monkeypatch.setattr(mxep.train.distributed.signal, "SIG_DFL", lambda number, _: ended.append(number))
+    monkeypatch.setattr(rank_control, "_signalled_by_guard", True)
+    with StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        request._since -= ECHO_S
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [signal.SIGTERM]
 

@@ -259,12 +259,12 @@ def test_a_resumed_run_has_skipped_the_same_steps(tmp_path: Path, text: str, one
 
 
 def test_a_last_step_that_was_skipped_is_no_stopped_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def train(recipe: str, out: Path) -> int:
+    def train(recipe: str, out: Path) -> tuple[int, bool]:
         out.mkdir(parents=True)
         records: list[dict[str, Any]] = [{"kind": "step", "step": n, "loss": 1.0, "tokens_per_s": 1.0} for n in range(1, 5)]
         records.append({"kind": "skipped_step", "step": 5, "reason": "gradient norm nan", "in_a_row": 1, "total": 1})
         (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        return 0
+        return 0, False
 
     assert train_both(("a", "b"), tmp_path, train, 5) == 0
     assert "was stopped" not in capsys.readouterr().out

@@ -220,14 +220,14 @@ def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, mon
     """The road of the command line, with the ranks in this process."""
     arms = []
 
-    def start(config: TrainConfig, argv: Sequence[str]) -> int:
+    def start(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
         assert read_options(argv) == config, "the ranks read their options from the command line"
         arms.append(config.recipe)
         assert config.out is not None
-        return 0 if Trainer(config, Ranks(0, 1, torch.device("cpu")), config.out).train() else 1
+        return 0 if Trainer(config, Ranks(0, 1, torch.device("cpu")), config.out).train() else 1, False
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", start)
+    monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", start)
     small = ["--device", "cpu", "--nproc", "1", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--steps", "4", "--data", text]
     assert command([*small, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
     assert arms == ["mxfp8_wgrad_with_hp", "bf16"]
@@ -243,15 +243,16 @@ def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.
     """And the other one is not begun: a scheduler that ends a job ends all of it."""
     trained = []
 
-    def train(recipe: str, out: Path) -> int:
+    def train(recipe: str, out: Path) -> tuple[int, bool]:
         trained.append(recipe)
         out.mkdir(parents=True, exist_ok=True)
         records = [{"kind": "step", "step": step, "loss": 1.0} for step in range(1, 4 if recipe == "a" else 6)]
         (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        return 0
+        return 0, recipe in ("a", "late")
 
     for recipes, arms, message in (
         (("a", "b"), ["a"], "a was stopped after step 3 of 5, nothing to compare"),
+        (("late", "b"), ["late"], "late was stopped after step 5 of 5, nothing to compare"),  # in its last evaluation
         (("b", "a"), ["b", "a"], "a was stopped after step 3 of 5, nothing to compare"),
     ):
         trained.clear()
@@ -260,7 +261,7 @@ def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.
         assert message in capsys.readouterr().out
     assert train_both(("b", "c"), tmp_path, train, 2) == 0
     assert "2 steps say nothing" in capsys.readouterr().out
-    assert train_both(("c", "d"), tmp_path, lambda recipe, out: 3, 5) == 3
+    assert train_both(("c", "d"), tmp_path, lambda recipe, out: (3, False), 5) == 3
 
 
 def test_a_folder_of_the_second_arm_that_is_taken_is_told_before_the_first_is_trained(
@@ -268,7 +269,7 @@ def test_a_folder_of_the_second_arm_that_is_taken_is_told_before_the_first_is_tr
 ) -> None:
     (tmp_path / "both" / "bf16" / "checkpoints" / "step_00000003").mkdir(parents=True)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", lambda config, argv: pytest.fail("trained"))
+    monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", lambda config, argv: pytest.fail("trained"))
     assert command(["--compare", "bf16", "--device", "cpu", "--out", str(tmp_path / "both")]) == 2
     assert f"{tmp_path / 'both' / 'bf16'} holds a run already" in capsys.readouterr().err
 

@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from mxep.comm import close_transports, set_transport
 from mxep.device import default_backend
-from mxep.train.rank_control import stop_signals
+from mxep.train.rank_control import GUARD_VARIABLE, describe_guard, stop_signals
 
 CPU_RANKS = 2
+# torchrun that ends with the process that started it; its ranks do not inherit the pipe.
+_TORCHRUN = "from mxep.train.rank_control import watch_starter; watch_starter(); from torch.distributed.run import main; main()"
 _KILL_AFTER_S = 60.0  # from the request to end; torchrun kills its ranks after 30
 
 
@@ -41,19 +43,22 @@ def start_ranks(arguments: Sequence[str], device_type: str, ranks: int | None = 
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    torchrun = [sys.executable, "-c", _TORCHRUN, "--standalone", f"--nproc-per-node={world}"]
     return run_child([*torchrun, "-m", "mxep", *without_nproc(arguments)], environment)
 
 
 def run_child(words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Runs a command that starts processes itself; returns its exit status.
+    """Runs a command that starts processes itself; returns its exit status. One that calls `watch_starter` ends if this process is killed.
 
     Raises:
         KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came. The command was asked to end, with what it had started, and has ended.
     """
     with stop_signals(signal.default_int_handler):
         # In a group of its own, so that Ctrl-C reaches it once, through this process.
-        child = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        guard_read, guard_write = os.pipe()
+        environment = {**(os.environ if environment is None else environment), GUARD_VARIABLE: describe_guard(guard_read)}
+        child = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, process_group=0, pass_fds=(guard_read,))
+        os.close(guard_read)
         try:
             return child.wait()
         except KeyboardInterrupt:
@@ -65,6 +70,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str] | None = None
         finally:
             child.kill()
             child.wait()
+            os.close(guard_write)
 
 
 @contextmanager

@@ -19,23 +19,24 @@ _COUNTED = slice(_WARM_UP, None)
 Runs = dict[str, list[dict[str, Any]]]  # records of metrics.jsonl by name of the arm
 
 
-def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Path], int], steps: int) -> int:
+def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Path], tuple[int, bool]], steps: int) -> int:
     """Train each recipe in <folder>/<recipe>, then write the comparison; returns the first status that is not 0.
 
     Args:
         recipes: of the two arms; the second is the baseline.
-        train: (recipe, folder) -> exit status; seed and data are the same for both.
-        steps: of an arm. An arm with fewer was stopped by a signal, so the other one is not trained.
+        train: (recipe, folder) -> exit status, and whether a signal asked to end; seed and data are the same for both.
+        steps: of an arm. After a signal the other one is not trained.
     """
     from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
 
     runs: Runs = {}
     for recipe in recipes:
-        if status := train(recipe, folder / recipe):
+        status, stopped = train(recipe, folder / recipe)
+        if status:
             return status
         runs[recipe] = read_metrics(folder / recipe / METRICS_FILE)
         done = last_step(runs[recipe])
-        if done < steps:
+        if done < steps or (stopped and recipe == recipes[0]):
             Console().print(f"compare: {recipe} was stopped after step {done} of {steps}, nothing to compare", soft_wrap=True)
             return 0
     if steps <= _WARM_UP:

@@ -158,8 +158,9 @@ class StopRequest:
         return float(asked) > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        second = is_second_request(number, time.monotonic() - self._since)  # asked of the first one too, which may be the guard's
         if self.signal is not None:
-            if not is_second_request(number, time.monotonic() - self._since):
+            if not second:
                 return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -119,21 +119,26 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
     for recipe in recipes:  # fail before the first one is trained
         choose_run_folder(dataclasses.replace(config, out=folder / recipe), settings.model)
 
-    def train(recipe: str, out: Path) -> int:
+    def train(recipe: str, out: Path) -> tuple[int, bool]:
         arm = dataclasses.replace(config, recipe=recipe, out=out, compare=None)
-        return start_ranks(arm, [*argv, "--recipe", recipe, "--out", str(out), "--compare", "None"])
+        return _run_ranks(arm, [*argv, "--recipe", recipe, "--out", str(out), "--compare", "None"])
 
     return train_both(recipes, folder, train, min(settings.steps, config.stop_after or settings.steps))
 
 
 def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
-    """Start all ranks of this machine as processes, and wait for them.
+    """Start all ranks of this machine as processes, and wait for them; returns the exit status.
 
     The first SIGINT, SIGTERM or SIGHUP is forwarded, so that every rank ends after its step; a second request ends all ranks at once.
 
     Raises:
         ValueError: errors that show before a rank is started.
     """
+    return _run_ranks(config, argv)[0]
+
+
+def _run_ranks(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
+    """`start_ranks`, and whether a signal asked to end."""
     device_type, world = plan_ranks(config)
     choose_run_folder(config, resolve(config, device_type, world).model)
     for recipe in (config.recipe, config.linear_recipe, config.output_recipe):
@@ -157,9 +162,9 @@ def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
                     time.sleep(_POLL_S)
                     forwarder.announce()
                 if all(child.poll() == 0 for child in children):
-                    return 0
+                    return 0, forwarder.first is not None
                 time.sleep(4 * _POLL_S)  # ranks that failed at the same time finish their reports
-                return _INTERRUPTED if forwarder.aborted else _explain_failure(children, scratch)
+                return _INTERRUPTED if forwarder.aborted else _explain_failure(children, scratch), forwarder.first is not None
             finally:
                 _kill(children)
                 os.close(guard_write)
@@ -234,8 +239,9 @@ class _SignalForwarder:
         return self.killed or (self.first is not None and unhandled)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        second = is_second_request(number, time.monotonic() - self._since)  # asked of the first one too, which may be the guard's
         if self.first is not None:
-            if number == self.first == signal.SIGINT or is_second_request(number, time.monotonic() - self._since):
+            if second or number == self.first == signal.SIGINT:
                 self.killed = True
                 _kill(self.children)
             return
