@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -46,3 +48,21 @@ def test_only_an_inherited_pipe_is_a_guard(monkeypatch: pytest.MonkeyPatch) -> N
         os.close(descriptor)
     monkeypatch.setenv(GUARD_VARIABLE, f"{read}:1")
     assert starter_pid() is None
+
+
+_FAILS = """
+import os, types
+import mxep.train.distributed, mxep.train.rank_launcher as launcher
+os.environ |= {"RANK": "1", launcher.FAILURES_VARIABLE: "/nowhere"}
+def fails(device):
+    raise RuntimeError("the cause")
+mxep.train.distributed.init_distributed = fails
+launcher.run_rank(types.SimpleNamespace(device="cpu"), [])
+"""
+
+
+def test_a_report_that_cannot_be_written_is_shown() -> None:
+    """On a full disk, which may be the cause."""
+    ended = subprocess.run([sys.executable, "-c", _FAILS], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1
+    assert "RuntimeError: the cause\n/nowhere/rank_1.json: [Errno 2] No such file or directory" in ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from mxep.train.rank_control import STORE_VARIABLE, is_second_request, stop_sign
 
 TIMEOUT = timedelta(minutes=10)
 _LONG_TIMEOUT = timedelta(days=1)  # for work that takes as long as its data is large
+_GRACE_S = 30.0  # for the other ranks to say what failed there
 _ASK_S = 0.02
 T = TypeVar("T")
 
@@ -111,6 +113,8 @@ def agree_on_prefix(store: dist.Store, rank: int, world: int) -> str:
 def on_all_ranks(work: Callable[[], T]) -> T:
     """Run `work` on every rank; it may take far longer than `TIMEOUT` on one of them. Returns this rank's result.
 
+    A rank on which it failed waits `_GRACE_S` for the others, which may hang: one may be what it has waited for itself.
+
     Raises:
         BaseException: what `work` raised on this rank (panics of Rust libraries are no Exceptions).
         ValueError: `work` failed on another rank.
@@ -123,10 +127,15 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         raise
     except BaseException as error:
         failure = error
-    failures = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", group)
-    dist.destroy_process_group(group)
     if failure is not None:
+        telling = threading.Thread(target=gather_objects, args=(f"{type(failure).__name__}: {failure}", group), daemon=True)
+        telling.start()
+        telling.join(_GRACE_S)
+        if not telling.is_alive():
+            dist.destroy_process_group(group)
         raise failure
+    failures = gather_objects(None, group)
+    dist.destroy_process_group(group)
     for rank, text in enumerate(failures):
         if text is not None:
             raise ValueError(f"{text} (rank {rank})")

@@ -91,9 +91,12 @@ def run_rank(config: TrainConfig, argv: Sequence[str]) -> int:
         line, status = _in_a_line(error)
         report = {"time_s": time.time(), "line": line, "status": status, "trace": traceback.format_exc()}
         path = Path(failures) / f"rank_{os.environ['RANK']}.json"
-        path.with_suffix(".part").write_text(json.dumps(report))
-        path.with_suffix(".part").rename(path)
-        sys.stdout.flush()
+        try:
+            path.with_suffix(".part").write_text(json.dumps(report))
+            path.with_suffix(".part").rename(path)
+            sys.stdout.flush()
+        except OSError as problem:  # a full disk, maybe that of the error
+            os.write(2, f"{report['trace']}{path}: {problem}\n".encode(errors="backslashreplace"))
         os._exit(1)  # destroying a process group that lost a member may hang
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 from mxep.train import distributed
 from mxep.train.config import TrainConfig
@@ -401,6 +401,30 @@ def waits_for_a_slow_rank(rank: int, world: int, store: str) -> None:
 
 def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
     run_ranks(waits_for_a_slow_rank, 2, str(tmp_path / "store"), backend=None)
+
+
+def fails_beside_a_rank_that_hangs(rank: int, world: int, folder: str) -> None:
+    failed = Path(folder) / "failed"
+
+    def hangs() -> None:
+        while not failed.exists():
+            time.sleep(0.05)
+
+    if rank == 1:
+        distributed.on_all_ranks(hangs)
+        return
+    distributed._GRACE_S = 1.0
+    begun = time.monotonic()
+    with pytest.raises(KeyError, match="x"):
+        distributed.on_all_ranks(lambda: {}["x"])
+    assert time.monotonic() - begun < 10
+    failed.touch()
+    time.sleep(1)  # what tells the other rank is a thread of this process
+
+
+def test_an_error_is_not_held_back_by_a_rank_that_hangs(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 failed:(.|\n)*KeyError: 'x' \(rank 0\)"):
+        run_ranks(fails_beside_a_rank_that_hangs, 2, str(tmp_path))
 
 
 def test_what_a_library_panics_with_is_raised(one_rank: None) -> None:
