@@ -203,6 +203,23 @@ def test_a_wait_that_is_ended_in_time_ends_no_process(monkeypatch: pytest.Monkey
     assert aborted == []
 
 
+def test_a_broken_device_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program may save what it has on the host."""
+    monkeypatch.setattr("mxep.comm.watchdog._RESCUE_S", 0.1)
+    monkeypatch.setattr("mxep.comm.watchdog._PAUSE_S", 0.02)
+    aborted: list[tuple[str, float]] = []
+    monkeypatch.setattr("mxep.comm.watchdog._abort", lambda *what: aborted.append(what))
+
+    def query() -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    watchdog = Watchdog(0.1, print)
+    watchdog.watch(SimpleNamespace(query=query), SimpleNamespace(query=query), "exchange 19")  # type: ignore[arg-type]
+    time.sleep(1)
+    watchdog.close()
+    assert aborted == []
+
+
 def test_memory_is_poisoned_before_anything_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(symmetric, "fill_bytes", lambda *what: order.append("NaN"))

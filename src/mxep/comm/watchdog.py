@@ -87,7 +87,11 @@ class Watchdog:
         if self._prepare is not None:
             self._prepare()
         while not self._ended.wait(self._pause_s):
-            self._check()
+            try:
+                self._check()
+            except torch.AcceleratorError:  # of a broken device, on which nothing waits any more
+                self._busy = None
+                return
 
     def _check(self) -> None:
         self._busy = "an exchange", self._timeout_s + _RESCUE_S
