@@ -24,7 +24,7 @@ from mxep.comm.symmetric import SymmetricTransport
 from mxep.fused import collective_dispatcher, symmetric_dispatcher
 from mxep.fused.dispatcher import DispatchSpec
 from mxep.fused.make_dispatcher import make_dispatcher
-from mxep.grouped_mm.products import wgrad_gemm
+from mxep.grouped_mm.wgrad_gemm import wgrad_gemm
 from mxep.moe import FusedMoE, RuntimeEPConfig, fused_moe, saved_bytes
 from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import RECIPES, ScaleCalculationMode

@@ -58,9 +58,9 @@ class Watchdog:
         self._watched: deque[tuple[torch.cuda.Event, torch.cuda.Event, str]] = deque()
         self._counts: list[_Count] = []
         self._begun: float | None = None
-        self._busy: tuple[str, float] | None = None  # what the thread does that may not return, and for how many seconds it may
+        self._heartbeat: tuple[str, float] | None = None  # what the thread does that may not return, and for how many seconds it may
         self._ended = threading.Event()
-        for target in (self._watch, self._watch_itself):
+        for target in (self._watch, self._monitor_heartbeat):
             threading.Thread(target=target, name="mxep-watchdog", daemon=True).start()
 
     def watch(self, begin: torch.cuda.Event, end: torch.cuda.Event, what: str) -> None:
@@ -90,15 +90,15 @@ class Watchdog:
             try:
                 self._check()
             except torch.AcceleratorError:  # of a broken device, on which nothing waits any more
-                self._busy = None
+                self._heartbeat = None
                 return
 
     def _check(self) -> None:
-        self._busy = "an exchange", self._timeout_s + _RESCUE_S
+        self._heartbeat = "an exchange", self._timeout_s + _RESCUE_S
         self._check_exchanges()
         for count in self._counts:
             self._check_count(count)
-        self._busy = None
+        self._heartbeat = None
 
     def _check_exchanges(self) -> None:
         """Drop those that have ended; the clock of the first other one runs from the first check that finds it begun."""
@@ -116,30 +116,30 @@ class Watchdog:
         if begin.query():
             self._begun = self._begun or time.monotonic()
             if time.monotonic() - self._begun > self._timeout_s:
-                self._end(what)
+                self._end_wait(what)
 
     def _check_count(self, count: _Count) -> None:
         begun, ended = now = count.read()
         if begun == ended or now != count.seen:
             count.seen, count.since = now, time.monotonic()
         elif time.monotonic() - count.since > self._timeout_s:
-            self._end(count.what.format(begun))
+            self._end_wait(count.what.format(begun))
 
-    def _end(self, what: str) -> None:
+    def _end_wait(self, what: str) -> None:
         """`stuck`, or the end of the process."""
-        self._busy = what, _RESCUE_S
+        self._heartbeat = what, _RESCUE_S
         self._stuck(what)
-        self._busy = what, self._timeout_s + _RESCUE_S
+        self._heartbeat = what, self._timeout_s + _RESCUE_S
 
-    def _watch_itself(self) -> None:
+    def _monitor_heartbeat(self) -> None:
         """Ends the process if the other thread does not come back. Counted in pauses: the process may have been stopped for hours."""
         seen, pauses = None, 0
         while not self._ended.wait(_PAUSE_S):
-            busy = self._busy
-            pauses = pauses + 1 if busy is seen else 0
-            seen = busy
-            if busy is not None and pauses * _PAUSE_S > busy[1]:
-                _abort(*busy)
+            heartbeat = self._heartbeat
+            pauses = pauses + 1 if heartbeat is seen else 0
+            seen = heartbeat
+            if heartbeat is not None and pauses * _PAUSE_S > heartbeat[1]:
+                _abort(*heartbeat)
 
 
 def _abort(what: str, seconds: float) -> None:

@@ -28,15 +28,8 @@ from mxep.comm import Transport, group_name_of, resolve_group, transport_of
 from mxep.ep.dispatch import exchange, exchange_hp
 from mxep.ep.ep_grouped_mm_symmetric import LocalCall, overlapped_ep_grouped_mm
 from mxep.ep.permute import index_rows
-from mxep.grouped_mm.products import (
-    GemmOptions,
-    Weights,
-    gemm_options,
-    multiply_rows,
-    saved_operand,
-    saved_tensors,
-    wgrad_gemm,
-)
+from mxep.grouped_mm.products import GemmOptions, Weights, gemm_options, multiply_rows, saved_operand, saved_tensors
+from mxep.grouped_mm.wgrad_gemm import wgrad_gemm
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
 from mxep.mx.tensor import MXTensor, reject_border

@@ -33,7 +33,8 @@ from torch import Tensor
 from mxep.comm.collective import splits_or_invalid
 from mxep.comm.exchange import Copy, Exchange, SplitsDisagreeError, check_splits
 from mxep.comm.symmetric import SymmetricTransport
-from mxep.grouped_mm.products import Bytes, GemmOptions, Weights, mx_gemm, wgrad_gemm
+from mxep.grouped_mm.products import Bytes, GemmOptions, Weights, mx_gemm
+from mxep.grouped_mm.wgrad_gemm import wgrad_gemm
 from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data, from_records
 from mxep.mx.weight_cache import CachedWeight

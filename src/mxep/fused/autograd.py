@@ -23,7 +23,8 @@ from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks
 from mxep.fused.make_dispatcher import make_dispatcher
 from mxep.fused.options import FusedOptions, TopK, allowed_topk, make_options
 from mxep.fused.runtime_config import RuntimeEPConfig
-from mxep.grouped_mm.products import empty_wgrad, saved_tensors, shared_form
+from mxep.grouped_mm.products import saved_tensors, shared_form
+from mxep.grouped_mm.wgrad_gemm import empty_wgrad
 from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import (
     NO_FORMS,

@@ -19,18 +19,8 @@ import torch
 
 from mxep.checks import check_mode, check_tensors, values_checked
 from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
-from mxep.grouped_mm.products import (
-    GemmOptions,
-    LoraProduct,
-    SavedForm,
-    Weights,
-    add_wgrad,
-    gemm_options,
-    multiply_rows,
-    saved_operand,
-    saved_tensors,
-    wgrad_gemm,
-)
+from mxep.grouped_mm.products import GemmOptions, LoraProduct, SavedForm, Weights, gemm_options, multiply_rows, saved_operand, saved_tensors
+from mxep.grouped_mm.wgrad_gemm import add_wgrad, wgrad_gemm
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border

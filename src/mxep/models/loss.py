@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 import mxep.operators  # noqa: F401
 from mxep.checks import check_mode
-from mxep.grouped_mm.products import GemmOptions, Weights, add_wgrad, gemm_options, multiply_rows
+from mxep.grouped_mm.products import GemmOptions, Weights, gemm_options, multiply_rows
+from mxep.grouped_mm.wgrad_gemm import add_wgrad
 from mxep.mx.compile import in_graph
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.cross_entropy.reference import IGNORE as IGNORE

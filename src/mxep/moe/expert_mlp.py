@@ -38,9 +38,8 @@ from mxep.grouped_mm.products import (
     quantized,
     rows_gemm,
     wgrad_form,
-    wgrad_gate_up,
-    wgrad_gemm,
 )
+from mxep.grouped_mm.wgrad_gemm import wgrad_gate_up, wgrad_gemm
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct

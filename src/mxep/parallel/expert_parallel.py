@@ -19,6 +19,8 @@ from mxep.moe.experts import Experts
 from mxep.mx.weight import KeptForms, MXWeight
 from mxep.recipe import Recipe, resolve_recipe
 
+_sharded = WeakTensorKeyDictionary()  # a parameter that another module may still hold -> the mesh, and the one in its place
+
 
 class MXFP8ExpertParallel(ParallelStyle):
     """Expert parallelism for a module `experts(routed_input, num_tokens_per_expert)` with stacked weights (E, ...).
@@ -143,15 +145,12 @@ def shard_experts(module: nn.Module, ep_mesh: DeviceMesh) -> None:
                 f"expert parallelism: {type(module).__name__}.{name} has hooks, which the sharded parameter in its place would not run, "
                 "want none yet; register them afterwards"
             )
-        mesh, shared = _sharded.get(parameter, (None, lambda: None))
-        sharded = shared() if mesh == ep_mesh else None
+        mesh, shared = _sharded.get(parameter, (None, None))
+        sharded = shared() if shared is not None and mesh == ep_mesh else None
         if sharded is None:
             sharded = nn.Parameter(_distributed(parameter.detach(), ep_mesh), requires_grad=parameter.requires_grad)
             _sharded[parameter] = ep_mesh, weakref.ref(sharded)
         module.register_parameter(name, sharded)
-
-
-_sharded = WeakTensorKeyDictionary()  # a parameter that another module may still hold -> the mesh, and the one in its place
 
 
 def _distributed(values: Tensor, ep_mesh: DeviceMesh) -> Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mxep.comm.collective import gather_objects
 from mxep.train.checkpoint import save_checkpoint
 from mxep.train.durable_files import NotWrittenError
 from mxep.train.run_lock import RunLock
@@ -82,11 +83,8 @@ class CheckpointWriter:
 
     def _renew_group(self) -> None:
         """After a save that failed: gloo closes a group's connections for good when a rank is silent for too long. All ranks are here."""
-        if self._group is not None:
-            failed = torch.tensor(float(self._failure is not None))
-            dist.all_reduce(failed)
-            if failed:
-                self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+        if self._group is not None and any(gather_objects(self._failure is not None)):
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def wait(self) -> None:
         """Wait for the last save.
