@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -147,6 +148,24 @@ def test_disagreement_is_an_error_on_every_rank(world: int) -> None:
             assert f"this is rank {rank} of {world}" in message, case
             assert f"rank {world - 1}" in message, "names who is wrong"
             assert "want" in message, case
+
+
+def collectives_of_compiled_calls(rank: int, world: int) -> list[int]:
+    """How many collectives each call made, whether torch traced it or not."""
+
+    def received(tokens: torch.Tensor) -> torch.Tensor:
+        return exchange_counts(tokens.new_full((world,), tokens.shape[0], dtype=torch.int64), dist.group.WORLD)
+
+    compiled, made = torch.compile(received, backend="eager", dynamic=False), [0]
+    for sizes in ((8, 8), (8, 16), (24, 8)):
+        assert compiled(torch.zeros(sizes[rank])).tolist() == list(sizes)
+        made.append(dist.group.WORLD._get_sequence_number_for_group())
+    return [after - before for before, after in pairwise(made)]
+
+
+def test_tracing_exchanges_nothing() -> None:
+    """torch runs operators of constants while it traces, collectives too: a rank that traced alone waited for the others for ever."""
+    assert run_ranks(collectives_of_compiled_calls, 2, timeout=60) == [[2, 2, 2]] * 2  # with the check of the numbers of experts
 
 
 def test_without_a_process_group() -> None:

@@ -210,7 +210,7 @@ def exchange_counts(counts: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """
     if checking(counts.device):
         sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=counts.device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([counts.numel()], dtype=torch.int64, device=counts.device), group=group)
+        dist.all_gather_into_tensor(sizes, counts.new_full((1,), counts.numel(), dtype=torch.int64), group=group)
         if len(set(sizes.tolist())) > 1:  # host sync: only in checking mode
             raise ValueError(
                 f"counts exchange (this is rank {dist.get_rank(group)}): the ranks count {sizes.tolist()} experts, want one number; "

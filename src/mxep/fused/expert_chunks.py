@@ -34,8 +34,9 @@ from mxep.operators import direct
 from mxep.shapes import round_up
 
 # Standard deviations of a rank's load by which "auto" exceeds the balanced share and its padding: a load is a sum of many choices, so one
-# is about the share's root.  What does not fit costs the experts at its edge a chunk of their own, and in backward their gate and up again.
-_SPARE = 2
+# is about the share's root.  Experts that differ a little in how likely they are need more than two.  What does not fit costs the experts
+# at its edge a chunk of their own, and in backward their gate and up again: 1% of a layer's time.
+_SPARE = 4
 _MANY = 16  # rows for each row of padding, from which on half of the padding is enough
 _UNKNOWN = -1
 
