@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.truth import raises_naming
 
 from mxep.fused.expert_chunks import ChunkBounds, ExpertChunks, chunk_capacity, concat_chunks, count_chunks
+from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.expert_mlp import ExpertRows
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -45,11 +46,14 @@ def at_ranks(experts: int, choices: int, world: int, tokens: int = 1 << 16) -> A
 
 @pytest.mark.parametrize(("experts", "choices", "world"), [(128, 8, 4), (64, 6, 4), (128, 8, 2)])
 @pytest.mark.parametrize("alignment", [32, 128])
-def test_a_chunk_holds_what_balanced_choices_bring(experts: int, choices: int, world: int, alignment: int) -> None:
+@pytest.mark.parametrize("runtime", [RuntimeEPConfig(), RuntimeEPConfig(keep_first_product="mxfp8")], ids=["plain", "less memory"])
+def test_a_chunk_holds_what_balanced_choices_bring(
+    experts: int, choices: int, world: int, alignment: int, runtime: RuntimeEPConfig
+) -> None:
     """A second chunk costs the layer 1%; loads of one rank or another were above a spare 1024th in nine steps of ten."""
     tokens, local, split = 1 << 16, experts // world, 0
     dispatcher = at_ranks(experts, choices, world)
-    capacity = chunk_capacity(dispatcher, "auto", alignment)
+    capacity = chunk_capacity(dispatcher, runtime, alignment)
     assert capacity is not None
     assert capacity <= dispatcher.expected_rows * 1.02 + local * alignment
     for seed in range(6):
@@ -69,7 +73,7 @@ def test_a_chunk_holds_the_loads_of_recorded_layers(world: int) -> None:
     for layer in layers:
         shape, loads = layer["shape"], torch.tensor(layer["choices"])
         padded = (loads + 31) // 32 * 32
-        capacity = chunk_capacity(at_ranks(shape["E"], shape["C"], world, shape["T_global"]), "auto", 32)
+        capacity = chunk_capacity(at_ranks(shape["E"], shape["C"], world, shape["T_global"]), RuntimeEPConfig(), 32)
         assert capacity is not None
         assert padded.view(world, -1).sum(1).max() <= capacity, shape
 

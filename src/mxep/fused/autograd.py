@@ -277,7 +277,7 @@ def _forward(
         options = options.for_rows(dispatcher.tokens)
     gemm = options.experts.gemm
     rows = shared_form(rows, gemm)  # (R, D)
-    chunks = ExpertChunks.of(dispatcher, runtime.scratch_rows, alignment)
+    chunks = ExpertChunks.of(dispatcher, runtime, alignment)
     gemms = expert_gemms(weights, options.experts, caches, keep=not chunks.single(), forward=forms)
     # Of the last chunk alone: backward makes gate and up of the others again.
     keeps = saves and runtime.keep_first_product
@@ -340,7 +340,7 @@ def _backward(
     options, needs, config = call.fused, call.needs, call.fused.router
     dispatcher = bare.refilled(of_dispatcher)
     grad = dispatcher.combine.to_experts(dy, options.scaling_modes.combine_backward)  # (R, D)
-    chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of, bounds)
+    chunks = ExpertChunks.of(dispatcher, options.runtime, options.recipe.group_size_multiple_of, bounds)
     returned, d_weights = _backward_over_chunks(grad, saved, weights, dispatcher, chunks, options, call.caches, needs, forms, forward)
     d_x = d_router = of_router = None
     d_scores = None if returned.scores is None else returned.scores()  # (T, C)
@@ -384,7 +384,7 @@ def _outputs_of_tensors(
     call: _CallOptions, rows: Tensor, dispatcher: TokenDispatcher, first: GateUp | None, forms: WeightForms, weights: ExpertWeights
 ) -> Tensor:
     options = call.fused
-    chunks = ExpertChunks.of(dispatcher, options.runtime.scratch_rows, options.recipe.group_size_multiple_of)
+    chunks = ExpertChunks.of(dispatcher, options.runtime, options.recipe.group_size_multiple_of)
     gemms = expert_gemms(weights, options.experts, call.caches, forward=forms)
     return _outputs(call, _Dispatched(dispatcher, rows, first, weights, gemms, chunks))
 

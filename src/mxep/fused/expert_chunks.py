@@ -29,14 +29,15 @@ from torch import Tensor
 
 from mxep.device import is_capturing
 from mxep.fused.dispatcher import WHERE, PartialSums, RowExchange, TokenDispatcher
+from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.expert_mlp import ExpertRows
 from mxep.operators import direct
 from mxep.shapes import round_up
 
 # Standard deviations of a rank's load by which "auto" exceeds the balanced share and its padding: a load is a sum of many choices, so one
-# is about the share's root.  Experts that differ a little in how likely they are need more than two.  What does not fit costs the experts
-# at its edge a chunk of their own, and in backward their gate and up again: 1% of a layer's time.
-_SPARE = 4
+# is about the share's root.  Experts that differ a little in how likely they are need more than two, which are left where memory is short.
+# What does not fit costs the experts at its edge a chunk of their own, and in backward their gate and up again: 1% of a layer's time.
+_SPARE, _SHORT_SPARE = 4, 2
 _MANY = 16  # rows for each row of padding, from which on half of the padding is enough
 _UNKNOWN = -1
 
@@ -58,15 +59,16 @@ def count_chunks(num_rows: int, largest: int, capacity: int, num_experts: int, a
     return min(by_pairs, by_largest, num_experts)
 
 
-def chunk_capacity(dispatcher: TokenDispatcher, scratch_rows: int | str | None, alignment: int) -> int | None:
+def chunk_capacity(dispatcher: TokenDispatcher, runtime: RuntimeEPConfig, alignment: int) -> int | None:
     """Rows of a chunk by `RuntimeEPConfig.scratch_rows`; None for all rows at once."""
-    if not isinstance(scratch_rows, str):
-        return scratch_rows
+    if not isinstance(runtime.scratch_rows, str):
+        return runtime.scratch_rows
     expected = dispatcher.expected_rows
     if expected is None:
         return None
     padding = dispatcher.offs.shape[0] * alignment  # the most; about half of it where experts have many rows
-    balanced = expected + _SPARE * math.isqrt(expected) + (padding if expected < _MANY * padding else padding // 2)
+    deviations = _SHORT_SPARE if runtime.keep_first_product == "mxfp8" else _SPARE
+    balanced = expected + deviations * math.isqrt(expected) + (padding if expected < _MANY * padding else padding // 2)
     return max(round_up(balanced, alignment), round_up(max(dispatcher.tokens, 1), alignment))
 
 
@@ -139,12 +141,10 @@ class ExpertChunks:
         assert first.is_cuda or first[0] == 0, f"{self._count} chunks of {self._capacity} do not hold {rows.offs.tolist()}"
 
     @classmethod
-    def of(
-        cls, dispatcher: TokenDispatcher, scratch_rows: int | str | None, alignment: int, bounds: ChunkBounds | None = None
-    ) -> ExpertChunks:
+    def of(cls, dispatcher: TokenDispatcher, runtime: RuntimeEPConfig, alignment: int, bounds: ChunkBounds | None = None) -> ExpertChunks:
         """The chunks of a dispatcher's expert rows, by `RuntimeEPConfig.scratch_rows`."""
         rows = ExpertRows(dispatcher.offs, dispatcher.scores, dispatcher.dispatch.row_map, dispatcher.combine.row_map)
-        return cls(rows, chunk_capacity(dispatcher, scratch_rows, alignment), dispatcher.tokens, alignment, bounds)
+        return cls(rows, chunk_capacity(dispatcher, runtime, alignment), dispatcher.tokens, alignment, bounds)
 
     def __len__(self) -> int:
         """How many there can be."""

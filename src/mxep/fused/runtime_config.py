@@ -43,9 +43,11 @@ class RuntimeEPConfig:
             time; None: all at once.  More rows are computed in chunks of whole experts, whose bounds the device decides, and backward
             recomputes gate and up of all chunks but the last.  At least the tokens of all ranks, rounded up to the padding, since all may
             choose one expert.  "auto": None where the host knows the number of received rows; else (symmetric memory without
-            `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W, and its usual deviation, instead of the worst case.
+            `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W, and its usual deviation (less of it with
+            `keep_first_product="mxfp8"`), instead of the worst case.
         cpu_sync_on_runtime: over symmetric memory, the host waits once per forward for the number of received rows, so that saved tensors
-            have their size and there is one chunk.  The collective transport always waits where there is more than one rank.
+            have their size and there is one chunk.  The collective transport always waits where there is more than one rank.  It
+            pays where routing is uneven, since backward then makes gate and up of no chunk again.
         keep_dgrad_weights: on GPUs with FP8 GEMM paths, forward quantises each weight for its own product and for dgrad in one pass, and
             keeps the latter, one byte a weight, for backward.  False quantises the weights again in backward, which costs 0.5 ms more for
             600 million weights of one layer on an H100.  Without effect on weights that a `WeightCache` keeps.
