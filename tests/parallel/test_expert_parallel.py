@@ -19,7 +19,7 @@ from mxep.ep.blocks import combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
-from mxep.parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, build_meshes, convert_experts
+from mxep.parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, build_meshes, convert_experts, unconvert
 from mxep.recipe import resolve_recipe
 
 D, H, E = 64, 96, 8
@@ -150,6 +150,32 @@ def check_converted(mesh) -> None:
         assert torch.equal(called, converted)
 
 
+def check_recipe_of_converted_experts(mesh) -> None:
+    """Without a recipe of its own, the style exchanges in the one that the experts have at that time; bit-equal to naming it."""
+    rank = mesh.get_local_rank()
+    case = make_case("random", mesh.size(), torch.bfloat16, 14)
+
+    def results(layer: nn.ModuleDict) -> list[Tensor]:
+        layer.zero_grad()
+        x = case.rows[rank].clone().requires_grad_()
+        y = layer["experts"](x, case.counts[rank])
+        y.backward(case.grads[rank])
+        return [y.detach(), x.grad, *(p.grad.to_local() for p in layer["experts"].parameters())]
+
+    following = apply_mxfp8_expert_parallel(nn.ModuleDict({"experts": TitanExperts(D, H, E)}).bfloat16(), mesh)
+    found = {}
+    for recipe in (MXFP8, "mxfp8_gemm", "mxfp8", "hp"):
+        convert_experts(following, "experts", recipe)
+        found[recipe] = results(following)
+        named = nn.ModuleDict({"experts": TitanExperts(D, H, E)}).bfloat16()
+        convert_experts(named, "experts", recipe)
+        for got, want in zip(found[recipe], results(apply_mxfp8_expert_parallel(named, mesh, recipe)), strict=True):
+            assert torch.equal(got, want), recipe
+    assert not torch.equal(found[MXFP8][2], found["mxfp8_gemm"][2]), "wgrad gets rows that came in MXFP8 in the first alone"
+    unconvert(following)
+    assert torch.isfinite(results(following)[0]).all()
+
+
 class Scaled(nn.Module):
     """A layer around experts, something for the compiler to do on both sides of them."""
 
@@ -213,6 +239,7 @@ def two_ranks(rank: int, world: int) -> None:
     check_style(mesh, torch.float32, "random", recompute=True, seed=9)
     check_shared_style(mesh)
     check_converted(mesh)
+    check_recipe_of_converted_experts(mesh)
     check_compiled(mesh)
     check_moe(mesh, "hp", torch.float32)
     check_moe(mesh, MXFP8, torch.float32)

@@ -190,3 +190,18 @@ def test_a_change_in_place_of_what_an_moe_keeps_is_an_error(kind: type[MoE]) -> 
     loss = block(torch.randn(32, D)).square().sum()
     with pytest.raises(RuntimeError, match=r"recompute_blocks: a tensor \(32, \d+\) that an MoE keeps .* was changed in place"):
         loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["keep_moe", "selective", "full"])
+def test_dropout_drops_the_same_values_again(mode: Recompute) -> None:
+    """A second forward with other random numbers gave a gradient that was wrong by its own size, without an error."""
+    found = []
+    for recomputed in ("none", mode):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Tanh(), nn.Linear(D, D))
+        recompute_blocks([block], recomputed)
+        x = torch.randn(8, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        block(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in block.parameters())])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)

@@ -17,6 +17,7 @@ from mxep.ep.exchange_plan import ExchangePlan
 from mxep.moe import MoE
 from mxep.moe.experts import Experts
 from mxep.mx.weight import KeptForms, MXWeight
+from mxep.parallel.conversion import converted_recipe
 from mxep.recipe import Recipe, resolve_recipe
 
 _sharded = WeakTensorKeyDictionary()  # a parameter that another module may still hold -> the mesh, and the one in its place
@@ -34,7 +35,8 @@ class MXFP8ExpertParallel(ParallelStyle):
 
     Args:
         recipe: precision of the exchanges (and of the GEMMs of `mxep.moe.Experts`; code of your own calls its GEMM itself, or is
-            converted with `convert_experts`).
+            converted with `convert_experts`).  None: that of a `mxep.moe.Experts`, or the one that `convert_experts` gave the module,
+            at each call; else the default preset.
 
     Examples:
         >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -47,11 +49,14 @@ class MXFP8ExpertParallel(ParallelStyle):
 
     def __init__(self, recipe: str | Recipe | None = None) -> None:
         super().__init__()
-        self.recipe = resolve_recipe(recipe)
+        self.recipe = None if recipe is None else resolve_recipe(recipe)
+
+    def _recipe_of(self, module: nn.Module) -> Recipe:
+        return self.recipe or converted_recipe(module) or resolve_recipe(None)
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
         shard_experts(mod, device_mesh)
-        if isinstance(mod, Experts):
+        if isinstance(mod, Experts) and self.recipe is not None:
             mod.recipe = self.recipe
 
     @torch.compiler.disable  # the splits need the host, so a graph breaks here, and an MX tensor cannot be an output of one
@@ -63,7 +68,8 @@ class MXFP8ExpertParallel(ParallelStyle):
                 f"{where}: {type(mod).__name__} got {len(inputs)} positional inputs, want (routed_input, num_tokens_per_expert)"
             )
         rows, counts, *others = inputs
-        check_rows(where, rows, quantised=self.recipe.dispatch == "mxfp8")
+        recipe = self._recipe_of(mod)
+        check_rows(where, rows, quantised=recipe.dispatch == "mxfp8")
         held = _num_experts(mod)
         if held is not None and counts.numel() != held:
             raise ValueError(
@@ -71,18 +77,18 @@ class MXFP8ExpertParallel(ParallelStyle):
                 f"({held},), a count for every expert of all ranks, 0 where no row goes to it"
             )
         plan = ExchangePlan.from_counts(counts.to(torch.int64), device_mesh.get_group())
-        permuted = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
+        permuted = permute(dispatch(rows, plan, recipe), plan, recipe)
         # On the module only between its pre-forward and its forward hook.
-        mod._ep_dispatched = (plan, permuted._replace(rows=permuted.row_map))  # type: ignore[assignment]
+        mod._ep_dispatched = (plan, permuted._replace(rows=permuted.row_map), recipe)  # type: ignore[assignment]
         return (permuted.rows, permuted.padded_counts, *others)
 
     @torch.compiler.disable
     def _token_combine(self, mod: nn.Module, routed_output: Tensor, device_mesh: DeviceMesh) -> Tensor:
         """rows (P, N) -> (T', N) on the ranks that sent them."""
-        dispatched: tuple[ExchangePlan, Permuted] = mod._ep_dispatched  # type: ignore[assignment]
+        dispatched: tuple[ExchangePlan, Permuted, Recipe] = mod._ep_dispatched  # type: ignore[assignment]
         mod._ep_dispatched = None  # type: ignore[assignment]
-        plan, permuted = dispatched
-        return combine(unpermute(routed_output, permuted), plan, self.recipe)
+        plan, permuted, recipe = dispatched
+        return combine(unpermute(routed_output, permuted), plan, recipe)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._partition_fn, self._token_dispatch, self._token_combine)  # type: ignore[arg-type]
@@ -169,7 +175,7 @@ def apply_mxfp8_expert_parallel(moe_layer: nn.Module, ep_mesh: DeviceMesh, recip
     Args:
         moe_layer: a `mxep.MoE`, or any module whose `experts(routed_input, num_tokens_per_expert)` has weights (E, ...).
         ep_mesh: 1-D mesh whose size divides E.
-        recipe: see `MXFP8ExpertParallel`; None is the default preset (a `mxep.MoE` keeps its own).
+        recipe: see `MXFP8ExpertParallel`.
 
     Returns:
         moe_layer.

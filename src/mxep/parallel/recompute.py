@@ -46,7 +46,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if operator in kept_operators() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
+def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute, preserve_rng_state: bool = True) -> None:
     """Let each block's forward run again in backward, in place; before `apply_fsdp`, after `compile_blocks`.
 
     The second forward ends with the last tensor that it has to save again (the early stop of torch.utils.checkpoint).  A `FusedMoE` saves
@@ -54,11 +54,13 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
     sums and combine run once.  Otherwise they run again, because their result may have been read.
 
     Args:
-        blocks: modules without randomness in forward.
+        blocks: modules, such as the layers of a model.
         mode: "full" keeps a block's inputs only, and dispatches everything once more; "selective" keeps `kept_operators` as well, so that
             norms, activations, permutations and the experts' products are what runs twice, and of the exchanges the E counts of rows
             that `mxep.moe.MoE` plans with; "keep_moe" keeps what each `mxep.moe.MoE` in a block saves and recomputes the rest of the
             block, all of it where it has none; "none" changes nothing.
+        preserve_rng_state: the second forward draws the same random numbers, so that dropout drops the same values.  False saves the
+            host's time for it, for blocks that draw none.
 
     Raises:
         ValueError: another mode.
@@ -72,7 +74,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute) -> None:
         raise ValueError(f"recompute_blocks: mode={mode!r}, want 'none', 'keep_moe', 'selective' or 'full'")
     if mode == "none":
         return
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
     if mode == "selective":
         SAC_IGNORED_OPS.update(_NAMES)
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -111,7 +113,7 @@ def _kept_for_backward(forward: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _again_in_backward(forward: Callable, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _of_copies(wrap: Callable[[Callable], Callable], module: nn.Module) -> Callable:

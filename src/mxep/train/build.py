@@ -170,7 +170,7 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
             compile_blocks(model.layers.values(), build.compile_backend)
         modes = (build.recompute,) * len(model.layers) if isinstance(build.recompute, str) else build.recompute
         for layer, mode in zip(model.layers.values(), modes, strict=True):
-            recompute_blocks([layer], mode)
+            recompute_blocks([layer], mode, preserve_rng_state=False)  # they draw no random numbers
         if shards:
             # With resharding, a pipeline would gather each layer again for every microbatch.
             rounds = compute != torch.float32 or build.dtype != torch.float32

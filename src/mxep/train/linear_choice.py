@@ -62,7 +62,8 @@ def describe_linears(model: nn.Module, config: TrainConfig) -> list[str]:
     """
     recipe = linear_recipe(config)
     if recipe is None:
-        return []
+        named = config.converts(LINEARS) and (config.linear_fqns not in ("", AUTO, None) or config.linear_skip)
+        return ["dense linear layers in high precision: --linear-fqns and --linear-skip change nothing"] if named else []
     converted = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
     routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear and not name.startswith(routers)]

@@ -124,7 +124,11 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
 
     def train(recipe: str, out: Path) -> tuple[int, bool]:
         arm = dataclasses.replace(config, recipe=recipe, out=out, compare=None)
-        return _run_ranks(arm, [*argv, "--recipe", recipe, "--out", str(out), "--compare", "None"])
+        own = ["--recipe", recipe, "--out", str(out), "--compare", "None"]
+        if resolve_recipe(recipe).gemm == "hp":  # then all of it is in high precision
+            arm = dataclasses.replace(arm, output_recipe="bf16", linear_recipe=config.linear_recipe and "bf16")
+            own += ["--output-recipe", "bf16", *(["--linear-recipe", "bf16"] if config.linear_recipe else [])]
+        return _run_ranks(arm, [*argv, *own])
 
     return train_both(recipes, folder, train, min(settings.steps, config.stop_after or settings.steps))
 

@@ -148,7 +148,7 @@ class SkippedSteps:
         if self.in_a_row > self.allowed:
             self.stop = (
                 f"train: step {step}: {skipped.reason}; skipped {self.in_a_row} in a row, more than --max-skipped={self.allowed}; "
-                f"the weights are those of step {step - self.in_a_row}: resume with --resume and a lower --lr, or a higher --max-skipped"
+                "none of them changed the weights: resume with --resume and a lower --lr, or a higher --max-skipped"
             )
         return skipped
 
