@@ -33,7 +33,7 @@ from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.parallel.conversion import shown_names
-from mxep.parallel.linears import MXLinear, convert_linears, why_linear_stays
+from mxep.parallel.linears import MXLinear, convert_linears, replace_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
 from mxep.recipe import Recipe, resolve_recipe
@@ -366,16 +366,16 @@ def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Seq
     if names != "auto":
         converted = convert_linears(model, names, recipe)
     else:
-        converted = []
+        chosen: dict[str, nn.Linear] = {}
         for name, linear in model.named_modules():
             if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
                 continue
             if reason := why_linear_stays(name, linear, recipe):
                 done.left[name] = f"linear, {reason}"
             else:
-                converted.append(name)
-        if converted:
-            convert_linears(model, converted, recipe, skip=list(done.left))
+                chosen[name] = linear
+        replace_linears(model, chosen, recipe)
+        converted = list(chosen)
     if converted:
         done._undo.append(functools.partial(unconvert, model, converted))
         done.converted |= dict.fromkeys(converted, f"linear, {recipe.name}")

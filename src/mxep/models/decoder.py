@@ -153,7 +153,15 @@ class Decoder(nn.Module):
             table, mask = table[documents.positions], document_mask(documents, x.dtype)
         for layer in self.layers.values():
             x = layer(x, table, mask)
-        return x if self.norm is None or self.output is None else self.output(self.norm(x), labels)
+        if self.norm is None or self.output is None:
+            return x
+        out: Tensor = self.output(self.norm(x), labels)
+        if labels is not None and out.dim() > 0:
+            raise ValueError(
+                f"{type(self).__name__}: with labels {type(self.output).__name__} returned {tuple(out.shape)}, want a loss (); what wraps the "
+                "output projection (an adapter of peft) does not know its labels: leave it out (exclude_modules='output')"
+            )
+        return out
 
     def keep_stage(self, stage: int, stages: int) -> None:
         """Become one of `stages` pipeline stages, with equal numbers of layers if possible; parameter names stay the same.

@@ -78,10 +78,10 @@ class PublishedFiles:
         self.folder = folder
         self._open: dict[str, Any] = {}
         self._format = stored_format(read_published_config(folder), folder / CONFIG_JSON)
-        if (folder / INDEX).exists():
-            self._file_of = self._read_index(folder / INDEX)
-        elif (folder / SINGLE).exists():
+        if (folder / SINGLE).exists():  # before an index, which an earlier save may have left, as transformers does
             self._file_of = dict.fromkeys(self._file(SINGLE).offset_keys(), SINGLE)
+        elif (folder / INDEX).exists():
+            self._file_of = self._read_index(folder / INDEX)
         else:
             raise ValueError(f"{folder} holds neither {INDEX} nor {SINGLE}; want a folder with a model from the Hugging Face hub")
         self.names = self._pair()

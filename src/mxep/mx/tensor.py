@@ -304,6 +304,13 @@ def _reject_border(mx: MXTensor, where: str) -> None:
 
 
 def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
+    if func.namespace == "c10d" and args and not func._schema.name.endswith("::send"):  # they write into the first without saying so
+        for value in tree_leaves(args[0]):
+            if isinstance(value, MXTensor):
+                raise ValueError(
+                    f"{func}: writes into an MX tensor of shape {tuple(value.shape)}, want its bytes; exchange both parts, as in "
+                    "torch.distributed.broadcast(w.qdata.view(torch.uint8), 0) and the same of w.scale"
+                )
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is None or not argument.alias_info.is_write:

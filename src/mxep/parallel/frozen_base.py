@@ -41,7 +41,7 @@ def base_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
             linear = isinstance(module, nn.Linear) and name == "weight" and not fqn.startswith(routers)
             # A first dimension of 1 is that of embeddings and tokens, (1, N, D), which no GEMM reads.
             several = parameter.dim() == 3 and (parameter.shape[0] > 1 or isinstance(module, Experts))
-            stacked = several and not isinstance(module, nn.modules.conv._ConvNd)
+            stacked = several and not isinstance(module, (nn.modules.conv._ConvNd, nn.Bilinear))
             if linear or stacked:
                 found[f"{fqn}.{name}" if fqn else name] = module, name
     return found

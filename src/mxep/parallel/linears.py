@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -202,14 +202,19 @@ def convert_linears(
         for restore in filter(None, restored.values()):
             restore()
         return list(converted)
+    replace_linears(model, chosen, chosen_recipe)
+    return list(chosen)
+
+
+def replace_linears(model: nn.Module, chosen: Mapping[str, nn.Linear], recipe: Recipe) -> None:
+    """Make exactly these layers of a model, by their full names, compute by a recipe; one that has several names stays one layer."""
     layers: dict[nn.Linear, MXLinear] = {}
     for name, linear in chosen.items():
         if linear not in layers:
-            layers[linear] = linear if isinstance(linear, MXLinear) else MXLinear(linear, chosen_recipe, name)
+            layers[linear] = linear if isinstance(linear, MXLinear) else MXLinear(linear, recipe, name)
     for name, linear in chosen.items():
         if layers[linear] is linear:
-            layers[linear].recipe = chosen_recipe
+            layers[linear].recipe = recipe
         else:
             model.set_submodule(name, layers[linear])
-        _log.info("%s computes with recipe %s", name, chosen_recipe.name)
-    return list(chosen)
+        _log.info("%s computes with recipe %s", name, recipe.name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.texts import read_documents
 
-from mxep.train.data.corpus import split_by_share
+from mxep.train.data.corpus import document_share, split_by_share
 from mxep.train.data.loader import (
     IGNORE,
     ByteTokenizer,
@@ -132,6 +132,23 @@ def test_split_of_few_documents() -> None:
     train, held_out = split_by_share(documents, 1e-9)(documents)
     assert len(train) + len(held_out) == 4
     assert not set(train) & set(held_out)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.9])
+def test_of_few_documents_the_longest_loses_its_end(share: float) -> None:
+    """The document with the smallest hash was held out whole, 1,068,892 of 1,072,783 tokens of two files."""
+    long = b"".join(b"a longer line %d\n" % i for i in range(5000))
+    documents = [b"short one\n" * 20, long, b"short two\n" * 30, long]
+    hashes = {document: document_share(document) for document in documents}
+    share = share if share == 0.9 else min(share, 0.99 * min(hashes.values()))  # no hash is below it
+    share = max(hashes.values()) * 1.0001 if share == 0.9 else share  # every hash is below it
+    train, held_out = split_by_share(documents, share)(documents)
+    (end,) = held_out
+    assert [*train[:1], *train[2:]] == [documents[0], documents[2]]
+    assert train[1] + end == long
+    assert end.startswith(b"a longer line")
+    whole = sum(map(len, documents))
+    assert len(end) == pytest.approx(min(share * whole, len(long) / 2), rel=0.02, abs=20)
 
 
 @pytest.mark.parametrize("share", [1e-20, 0.01, 0.02, 0.03, 0.5])

@@ -39,7 +39,7 @@ from mxep.train.durable_files import replace_file
 
 TRAIN, HELD_OUT = 0, 1
 NO_TARGET = 1 << 31  # set in an id of a stream whose token is not trained on; ids without it are below
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "corpus.json"
 FILES = ("train.bin", "held_out.bin")
 STARTS = ("train_starts.bin", "held_out_starts.bin")
@@ -88,36 +88,45 @@ def document_share(document: bytes) -> float:
 def split_by_share(documents: Iterable[bytes], held_out_share: float, divisible: bool = True) -> Split:
     """A function that splits the documents by the hash of their content; reads only as many documents as it needs.
 
-    If the hash would leave one side empty, the document with the smallest hash is held out. If there is a single document, its last
-    `held_out_share` is held out, cut at the end of a line if possible, else between two characters.
+    If the hash would leave one side empty, the longest document loses its end, as much as the share of the whole text is, at most half of
+    it. It is cut at the end of a line if possible, else between two characters. Where documents are not `divisible`, the one with the
+    smallest hash is held out.
 
     Raises:
         ValueError: there is a single document, and it is not `divisible`.
     """
-    smallest, largest = 1.0, 0.0
+    smallest, largest, of_longest, longest, total = 1.0, 0.0, 0.0, 0, 0
     for document in documents:
         share = document_share(document)
         smallest, largest = min(smallest, share), max(largest, share)
         if smallest < held_out_share <= largest:
             return lambda batch: _divided(batch, lambda share: share < held_out_share)
-    if smallest != largest:
+        total += len(document)
+        if len(document) > longest:
+            longest, of_longest = len(document), share
+    if not divisible and smallest != largest:
         return lambda batch: _divided(batch, lambda share: share == smallest)
     if not divisible:
         raise ValueError("data: all conversations are the same one, want others to hold out; give more data, or --validation-data")
-    copies: list[bytes] = []
+    alone, was_cut = smallest == largest, False
+    held_out = held_out_share if alone else min(held_out_share * total / max(longest, 1), 0.5)
 
     def cut(batch: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """The two parts of the document at its first copy."""
+        """The documents, the longest one in two parts at its first copy, without other copies of it."""
+        nonlocal was_cut
+        sides: tuple[list[bytes], list[bytes]] = ([], [])
         for text in batch:
-            if copies:
-                break
-            copies.append(text)
-            end = min(int(len(text) * (1 - held_out_share)), len(text) - 1)
-            end = text.rfind(b"\n", end // 2, end) + 1 or end
-            while text[end] & 0xC0 == 0x80:  # inside of a character
-                end -= 1
-            return [text[:end]], [text[end:]]
-        return [], []
+            if document_share(text) != of_longest:
+                sides[TRAIN].append(text)
+            elif not was_cut:
+                was_cut = True
+                end = min(int(len(text) * (1 - held_out)), len(text) - 1)
+                end = text.rfind(b"\n", end // 2, end) + 1 or end
+                while text[end] & 0xC0 == 0x80:  # inside of a character
+                    end -= 1
+                sides[TRAIN].extend([text[:end]] if end or alone else [])
+                sides[HELD_OUT].append(text[end:])
+        return sides
 
     return cut
 

@@ -163,6 +163,10 @@ class FileTokenizer:
         assert found is not None  # one of them ends a document
         return found
 
+    def vocabulary(self) -> dict[str, int]:
+        """Id of every token, added ones too."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
     def encode(self, document: bytes) -> np.ndarray:
         """UTF-8 -> ids without EOS and BOS, uint16 or uint32 (tokens,)."""
         return np.concatenate([np.array([], dtype=self.dtype), *self._encode(_pieces(document))])
