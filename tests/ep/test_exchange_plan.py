@@ -29,8 +29,8 @@ def check(case: Case, me: int, group: dist.ProcessGroup) -> None:
     assert plan.num_tokens_per_expert_received.dtype == torch.int64
 
 
-def there_and_back(case: Case, me: int, group: dist.ProcessGroup | None) -> None:
-    """The journey without a GEMM returns every row to its place, for every recipe, with the recipe's own rounding."""
+def round_trip(case: Case, me: int, group: dist.ProcessGroup | None) -> None:
+    """The exchange and the permutation without a GEMM return every row to its place, with the recipe's rounding alone."""
     plan = ExchangePlan.from_counts(case.counts[me], group)
     for recipe in RECIPES.values():
         x = case.inputs(64, torch.float32)[me].requires_grad_()
@@ -56,7 +56,7 @@ def rank_main(rank: int, world: int) -> None:
             check(make_case(kind, size, 3, seed=seed), me, group)
             check(Case(make_case(kind, size, 3, seed=seed).counts.int()), me, group)
         for kind in ("uneven", "starved"):
-            there_and_back(make_case(kind, size, 2), me, group)
+            round_trip(make_case(kind, size, 2), me, group)
     with raises_naming("ExchangePlan", f"{world + 1} experts", f"EP group of {world}", "multiple"):
         ExchangePlan.from_counts(torch.ones(world + 1, dtype=torch.int64), dist.group.WORLD)
     with raises_naming("counts exchange", f"this is rank {rank}", str([world * (r + 1) for r in range(world)]), "want one number"):
@@ -106,7 +106,7 @@ def test_one_rank_needs_no_group(counts: list[int]) -> None:
     assert (plan.group_name, plan.ep_degree, plan.num_local_experts) == ("", 1, len(counts))
     assert plan.input_splits == plan.output_splits == [sum(counts)]
     assert plan.num_tokens_per_expert_received.tolist() == counts
-    there_and_back(Case(torch.tensor([counts])), 0, None)
+    round_trip(Case(torch.tensor([counts])), 0, None)
 
 
 def test_rows_that_the_plan_does_not_know() -> None:

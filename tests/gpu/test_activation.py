@@ -22,10 +22,10 @@ WIDTHS = (32, 64, 96, 128, 416, 1408, 2048, 4096, 7168, 8192)
 OTHERS = ("plain", *(name for name in ACTIVATIONS if name != "swiglu"))
 
 
-def both_directions(home: object, dh: torch.Tensor, x: torch.Tensor, *options: object, function: str = "plain") -> tuple[torch.Tensor, ...]:
+def both_directions(impl: object, dh: torch.Tensor, x: torch.Tensor, *options: object, function: str = "plain") -> tuple[torch.Tensor, ...]:
     """(h's bytes and scales, then what backward returns) of the kernels or of their references."""
     how = FUNCTIONS[function]
-    return (*home.activate(x, *options, **how), *home.activate_backward(dh, x, *options, **how))
+    return (*impl.activate(x, *options, **how), *impl.activate_backward(dh, x, *options, **how))
 
 
 def assert_twins_codes(got: torch.Tensor, want: torch.Tensor, function: str, what: str) -> None:
@@ -41,7 +41,7 @@ def assert_twins_codes(got: torch.Tensor, want: torch.Tensor, function: str, wha
 
 def assert_exact(dh: torch.Tensor, x: torch.Tensor, layout: str, mode: str, what: str, function: str = "plain") -> None:
     dh, x = cut(dh, x, FUNCTIONS[function])
-    got, want = (both_directions(home, dh, x, layout, mode, True, function=function) for home in (kernels, reference))
+    got, want = (both_directions(impl, dh, x, layout, mode, True, function=function) for impl in (kernels, reference))
     for part, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.is_cuda
         assert_twins_codes(a, b, function if part < 2 else "", f"{what}[{part}]")
@@ -126,11 +126,11 @@ def test_forms_and_bias_have_the_twins_bytes(dtype: torch.dtype, layout: str):
     for name, (dh, x) in gate_up(dtype, 257, 416).items():
         dh, x = dh.cuda(), x.cuda()
         for given in ((None, None), (bias, ends), (bias.float(), ends.long())):
-            for home in (kernels.activate, torch.ops.mxep.activate):
-                for a, b in zip(home(x, layout, "rceil", True, *given), reference.activate(x, layout, "rceil", True, *given), strict=True):
+            for impl in (kernels.activate, torch.ops.mxep.activate):
+                for a, b in zip(impl(x, layout, "rceil", True, *given), reference.activate(x, layout, "rceil", True, *given), strict=True):
                     assert_same_bytes(a, b.cpu(), name)
             for forms in (("mx+hp", "hp"), ("hp", "mx"), ("none", "mx+hp"), ("mx", "none"), ("mx+hp", "mx+hp")):
-                got, want = (home.activate_backward(dh, x, layout, "rceil", True, *forms, *given) for home in (kernels, reference))
+                got, want = (impl.activate_backward(dh, x, layout, "rceil", True, *forms, *given) for impl in (kernels, reference))
                 for a, b in zip(got, want, strict=True):
                     if a.element_size() == 1:
                         assert_same_bytes(a, b.cpu(), f"{name} {forms}")
@@ -147,7 +147,7 @@ def test_group_bias_has_the_twins_bytes(dtype: torch.dtype):
         for scores in (None, torch.rand(257, device="cuda")):
             want = reference.add_group_bias(rows, bias, ends, scores)
             assert_same_bytes(kernels.add_group_bias(rows, bias, ends, scores), want.cpu(), f"{width} columns")
-        got, want = (home.dot_group_bias(rows, bias, ends) for home in (kernels, reference))
+        got, want = (impl.dot_group_bias(rows, bias, ends) for impl in (kernels, reference))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * width)
 
 
@@ -184,10 +184,10 @@ def test_no_host_sync(no_sync):
 def test_scores_have_the_twins_numbers(width: int, layout: str):
     dh, x = (part.cuda() for part in gate_up(torch.bfloat16, 513, width)["normal"])
     scores = torch.rand(513, device="cuda")
-    for home in (kernels, reference):
-        h = home.activate(x, layout, "rceil", True, None, None, scores)
-        parts = home.activate_backward(dh, x, layout, "rceil", True, "mx+hp", "mx+hp", None, None, scores)
-        if home is kernels:
+    for impl in (kernels, reference):
+        h = impl.activate(x, layout, "rceil", True, None, None, scores)
+        parts = impl.activate_backward(dh, x, layout, "rceil", True, "mx+hp", "mx+hp", None, None, scores)
+        if impl is kernels:
             ours = (*h, *parts)
     for got, want in zip(ours[:-1], (*h, *parts)[:-1], strict=True):
         assert_same_bytes(got, want.cpu(), f"{width} {layout}")
@@ -229,8 +229,8 @@ def test_x_in_mx_has_the_twins_bytes(function: str, dtype: torch.dtype, layout: 
                 x_scale.view(torch.uint8).view(-1)[:257] = torch.arange(257, device="cuda").clamp(max=255).to(torch.uint8)
                 for forms in (("mx+hp", "mx+hp"), ("mx", "mx"), ("hp", "none")):
                     got, want = (
-                        home.activate_backward(dh, x_data, layout, "rceil", True, *forms, *given, x_scale, **how)
-                        for home in (kernels, reference)
+                        impl.activate_backward(dh, x_data, layout, "rceil", True, *forms, *given, x_scale, **how)
+                        for impl in (kernels, reference)
                     )
                     for at, (a, b) in enumerate(zip(got, want, strict=True)):
                         if a.element_size() == 1:
@@ -258,12 +258,12 @@ def test_functions_have_the_twins_bytes(function: str, dtype: torch.dtype, layou
         (dh, x), scores = (part.cuda() for part in cut(*case, how)), torch.rand(257, device="cuda")
         for given in ((None, None, None), (torch.randn(6, x.shape[1], device="cuda", dtype=BF16), ends, scores)):
             for quantize_x in (False, True):
-                got, want = (home.activate(x, layout, "rceil", True, *given, **how, quantize_x=quantize_x) for home in (kernels, reference))
+                got, want = (impl.activate(x, layout, "rceil", True, *given, **how, quantize_x=quantize_x) for impl in (kernels, reference))
                 for part, (a, b) in enumerate(zip(got, want, strict=True)):
                     assert_twins_codes(a, b, function if part < 2 else "", name)
             exact, fast, want = (
-                home.activate_backward(dh, x, layout, "rceil", exactly, "mx+hp", "mx+hp", *given, **how)
-                for home, exactly in ((kernels, True), (kernels, False), (reference, True))
+                impl.activate_backward(dh, x, layout, "rceil", exactly, "mx+hp", "mx+hp", *given, **how)
+                for impl, exactly in ((kernels, True), (kernels, False), (reference, True))
             )
             whole = 6  # behind them the scores' gradient, summed in another order
             for a, b in zip(exact[:whole], want[:whole], strict=True):

@@ -69,7 +69,7 @@ def test_some_rows_are_wide_and_some_not() -> None:
 def test_forward_of_every_size(layout: str, width: int) -> None:
     for rows in ROWS:
         for name, (_, x) in cases(BF16, rows, width, "plain").items():
-            got, want = (home.activate(x, layout, "rceil", True, h="rebased") for home in (kernels, reference))
+            got, want = (impl.activate(x, layout, "rceil", True, h="rebased") for impl in (kernels, reference))
             same_rebased(got, want, f"{rows} x {width} {name}")
 
 
@@ -78,7 +78,7 @@ def test_forward_of_every_size(layout: str, width: int) -> None:
 def test_gradient_of_every_size(layout: str, width: int) -> None:
     for rows in ROWS:
         for name, (dh, x) in cases(BF16, rows, width, "plain").items():
-            got, want = (home.activate_backward(dh, x, layout, "rceil", True, "mx+rebased", "mx") for home in (kernels, reference))
+            got, want = (impl.activate_backward(dh, x, layout, "rceil", True, "mx+rebased", "mx") for impl in (kernels, reference))
             same_forms(got, want, 2, f"{rows} x {width} {name}")
 
 
@@ -90,10 +90,10 @@ def test_functions_forms_bias_and_scores(function: str, layout: str, dtype: torc
     for name, (dh, x) in cases(dtype, 257, 416, function).items():
         bias, scores = torch.randn(6, x.shape[1], device="cuda"), torch.rand(257, device="cuda")
         for given in ((None, None, None), (bias.bfloat16(), ends, scores), (bias, ends.long(), None)):
-            got, want = (home.activate(x, layout, "rceil", True, *given, **how, h="rebased+hp") for home in (kernels, reference))
+            got, want = (impl.activate(x, layout, "rceil", True, *given, **how, h="rebased+hp") for impl in (kernels, reference))
             same_forms(got, want, 0, f"{name} forward")
             for dx, h, at in (("mx+rebased", "mx", 2), ("rebased+hp", "hp", 0), ("mx+rebased+hp", "mx+hp", 2), ("rebased", "none", 0)):
-                got, want = (home.activate_backward(dh, x, layout, "rceil", True, dx, h, *given, **how) for home in (kernels, reference))
+                got, want = (impl.activate_backward(dh, x, layout, "rceil", True, dx, h, *given, **how) for impl in (kernels, reference))
                 same_forms(got, want, at, f"{name} {dx} {h}", d_scores=given[2] is not None)
 
 
@@ -102,9 +102,9 @@ def test_functions_forms_bias_and_scores(function: str, layout: str, dtype: torc
 def test_granularities_and_scale_rules(mode: str, granularity: str) -> None:
     how, at = {"granularity": granularity}, slice(2, 4 if granularity == "row" else 5)
     for name, (dh, x) in cases(BF16, 129, 1056, "plain").items():
-        got, want = (home.activate(x, "concatenated", mode, True, h="rebased", **how) for home in (kernels, reference))
+        got, want = (impl.activate(x, "concatenated", mode, True, h="rebased", **how) for impl in (kernels, reference))
         same_rebased(got, want, name)
-        got, want = (home.activate_backward(dh, x, "concatenated", mode, True, "mx+rebased", "mx", **how) for home in (kernels, reference))
+        got, want = (impl.activate_backward(dh, x, "concatenated", mode, True, "mx+rebased", "mx", **how) for impl in (kernels, reference))
         same_rebased(got[at], want[at], name)
 
 
@@ -133,7 +133,7 @@ def test_gradient_of_x_in_mx(function: str, layout: str, dtype: torch.dtype) -> 
             data, scale = reference.quantize(x, "rceil")
             scale.view(torch.uint8).view(-1)[:257] = torch.arange(257, device="cuda").clamp(max=255).to(torch.uint8)
             given = (dh, data, layout, "rceil", True, "mx+rebased+hp", "mx+hp", None, None, None, scale)
-            got, want = (home.activate_backward(*given, **FUNCTIONS[function]) for home in (kernels, reference))
+            got, want = (impl.activate_backward(*given, **FUNCTIONS[function]) for impl in (kernels, reference))
             same_forms(got, want, 2, f"{width} {name}")
 
 
@@ -157,9 +157,9 @@ def test_some_rows(width: int, num_valid_rows: int) -> None:
 
 def test_strided_inputs() -> None:
     for what, (dh, x) in strided_views(torch.randn(67, 1025, device="cuda", dtype=BF16)).items():
-        got, want = (home.activate(x, "concatenated", "floor", True, h="rebased") for home in (kernels, reference))
+        got, want = (impl.activate(x, "concatenated", "floor", True, h="rebased") for impl in (kernels, reference))
         same_rebased(got, want, what)
-        got, want = (home.activate_backward(dh, x, "interleaved", "floor", True, "mx+rebased", "hp") for home in (kernels, reference))
+        got, want = (impl.activate_backward(dh, x, "interleaved", "floor", True, "mx+rebased", "hp") for impl in (kernels, reference))
         same_forms(got, want, 2, what)
 
 

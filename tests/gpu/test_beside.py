@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from mxep.moe import FusedMoE, MoE, MoEConfig
-from mxep.moe import side_stream as home
+from mxep.moe import FusedMoE, MoE, MoEConfig, side_stream
 from mxep.moe.side_stream import start_on_side_stream
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +77,7 @@ def test_a_layer_with_shared_experts(layer_class: type[MoE], monkeypatch: pytest
         return [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
     got = one_step()
-    monkeypatch.setattr(home, "_second_stream", torch.cuda.current_stream)  # the same graph: gradients add up in the same order
+    monkeypatch.setattr(side_stream, "_second_stream", torch.cuda.current_stream)  # the same graph: gradients add up in the same order
     for beside, alone in zip(got, one_step(), strict=True):
         assert torch.equal(beside, alone)
 
@@ -103,7 +102,7 @@ def test_a_recomputed_layer_with_shared_experts(layer_class: type[MoE]):
 def test_in_a_cuda_graph():
     module = LateLinear()
     x = torch.randn(64, 64, device=GPU)
-    second = home._second_stream(GPU)
+    second = side_stream._second_stream(GPU)
     with torch.no_grad():
         want = x + module(x)
         start_on_side_stream(module, x)()
@@ -143,7 +142,7 @@ def test_weights_that_fsdp_frees_with_others():
             fully_shard(module, mesh=mesh)
             got = [module(x) for _ in range(2)]
         assert all(torch.equal(out, want) for out in got)
-        assert module.shared.streams[0] == home._second_stream(GPU)
+        assert module.shared.streams[0] == side_stream._second_stream(GPU)
         assert module.shared.streams[1:] == [torch.cuda.current_stream()] * 2
     finally:
         dist.destroy_process_group()

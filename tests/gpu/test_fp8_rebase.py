@@ -44,7 +44,7 @@ def test_rows(width: int):
     for granularity, max_spread in {**MAX_SPREAD, "some": middle}.items():
         for operands in ((qdata, scale), in_records(qdata, scale)):
             same_rows(kernels.rebase_rows(*operands, max_spread), reference.rebase_rows(qdata, scale, max_spread), f"{width} {granularity}")
-        got, want = (home.rebase_rows(qdata, scale, max_spread, row_map) for home in (kernels, reference))
+        got, want = (impl.rebase_rows(qdata, scale, max_spread, row_map) for impl in (kernels, reference))
         same_rows(got, want, f"{width} {granularity} mapped")
 
 
@@ -85,7 +85,7 @@ def test_changed_values_counts_on_the_gpu():
 def test_changed_token_values_counts_on_the_gpu():
     g, a = mx_bytes(300, 96, "cuda", seed=1), mx_bytes(300, 64, "cuda", seed=2)
     offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
-    counts = [reference.changed_token_values(*g, *a, offs, home.rebase_tokens(*g, *a, offs)) for home in (kernels, reference)]
+    counts = [reference.changed_token_values(*g, *a, offs, impl.rebase_tokens(*g, *a, offs)) for impl in (kernels, reference)]
     assert counts[0].is_cuda
     assert counts[0] == counts[1] > 0
 

@@ -1,5 +1,5 @@
-"""The fused layer over symmetric memory on one GPU: virtual ranks that share it, the bits of the collective road, no host sync; alone, with
-the streams and flags of a real rank."""
+"""The fused layer over symmetric memory on one GPU: virtual ranks that share the GPU have the bits of the collective dispatcher, without a
+host sync; a single rank with real streams and flags."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def both_roads(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what
 
 
 def on_one_gpu(me: int, world: int, name: str) -> None:
-    """Every pair of modes, other routings in some; MXFP8 and high precision on every wire; a layer of real width."""
+    """Every pair of modes, some with other routings; exchanges in MXFP8 and in high precision; a layer of real width."""
     torch.set_default_device("cuda")  # of this thread
-    plain = on_cpu.other(name)
+    plain = on_cpu.collective_group(name)
     for at, kind in enumerate(KINDS):
         for recipe, dtype, wire in (("mxfp8_wgrad_with_mx", torch.bfloat16, "mxfp8"), ("hp", torch.float32, "hp")):
             x, dy = batch(world, kind, dtype)
@@ -79,7 +79,7 @@ def on_one_gpu(me: int, world: int, name: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.usefixtures("poison")
-def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_the_collective_dispatcher_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     run_virtual(on_one_gpu, world, device="cuda")
 
@@ -157,8 +157,8 @@ def group() -> Iterator[str]:
 
 
 def test_alone_over_streams(group: str, no_sync: Callable) -> None:
-    """One rank with a real one's streams, flags and watchdog, through autograd: many steps over the same memory, none with a host sync."""
-    plain = on_cpu.other(group)
+    """One rank with real streams, flags and watchdog, through autograd: many steps over the same memory without a host sync."""
+    plain = on_cpu.collective_group(group)
     moe = layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", expert_biases=True, **REAL)
     generator = torch.Generator().manual_seed(0)
     x, dy = (draw(generator, 3000, 2048).bfloat16() for _ in range(2))

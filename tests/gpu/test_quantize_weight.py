@@ -47,7 +47,7 @@ def wild(G: int, R: int, C: int, dtype: torch.dtype) -> torch.Tensor:
 def test_bytes(G: int, R: int, S: int, C: int, dtype: torch.dtype, rounds: bool, mode: str):
     first, second = wild(G, R, C, dtype), wild(G, S, C, dtype) if S else None
     for forms in FORMS:
-        got, want = (home.quantize_weight(first, second, mode, *forms, rounds) for home in (kernel, reference))
+        got, want = (impl.quantize_weight(first, second, mode, *forms, rounds) for impl in (kernel, reference))
         assert len(got) == len(want) == 2 * sum(forms)
         for a, b in zip(got, want, strict=True):
             same(a, b, f"{forms}")
@@ -127,7 +127,7 @@ def test_mx_rows_that_need_a_copy():
 
 def test_rows_that_need_a_copy_and_more_than_fits_into_l2():
     x = wild(2, 4096, 14340, torch.bfloat16)[..., 2:14338]  # rows start at multiples of 4 bytes
-    for a, b in zip(*(home.quantize_weight(x, None, "rceil", True, True) for home in (kernel, reference)), strict=True):
+    for a, b in zip(*(impl.quantize_weight(x, None, "rceil", True, True) for impl in (kernel, reference)), strict=True):
         same(a, b, "far")
 
 

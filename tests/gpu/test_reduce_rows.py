@@ -39,7 +39,7 @@ def test_reduce_rows_has_the_twins_bytes(dtype: torch.dtype) -> None:
         index = index if rows else index.fill_(-1)
         for added in (None, torch.randn(sums, width, device="cuda"), torch.randn(width, sums, device="cuda").t().bfloat16()):
             for weights in (None, torch.randn(sums, slots, device="cuda")):
-                got, want = (home.reduce_rows(values, index, added, weights) for home in (kernels, reference))
+                got, want = (impl.reduce_rows(values, index, added, weights) for impl in (kernels, reference))
                 assert_same_bytes(got, want.cpu(), f"{rows} {width}, weights {weights is not None}")
 
 

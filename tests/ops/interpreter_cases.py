@@ -132,7 +132,7 @@ def test_reduce_rows(rows: int, width: int, sums: int, slots: int, dtype: torch.
     index = index if rows else index * 0 - 1
     for added in (None, torch.randn(sums, width), torch.randn(width, sums).t().bfloat16()):
         for weights in (None, torch.randn(slots, sums).t()):
-            got, want = (home.reduce_rows(values, index, added, weights) for home in (kernels, reference))
+            got, want = (impl.reduce_rows(values, index, added, weights) for impl in (kernels, reference))
             assert_same_bytes(got, want, f"weights {weights is not None}")
 
 
@@ -146,7 +146,7 @@ def test_reduce_rows_backward(sums: int, slots: int, width: int, dtype: torch.dt
     rows, weights = torch.randn(sums * slots, width + 3).to(dtype)[:, 1 : 1 + width], torch.randn(slots, sums).t()
     index = torch.randperm(sums * slots).int().view(sums, slots)
     for grad in (torch.randn(sums, width).to(dtype), torch.randn(width, sums).t(), torch.randn(()).expand(sums, width).bfloat16()):
-        got, want = (home.reduce_rows_backward(grad, rows, index, weights) for home in (kernels, reference))
+        got, want = (impl.reduce_rows_backward(grad, rows, index, weights) for impl in (kernels, reference))
         assert_same_bytes(got[0], want[0])
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-4)
 

@@ -83,10 +83,10 @@ def test_float64_is_the_twins():
     assert torch.equal(logits, other)
 
 
-@pytest.mark.parametrize("home", [kernels, reference])
+@pytest.mark.parametrize("impl", [kernels, reference])
 @pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_to_gradient"])
-def test_refused(name: str, home: object):
+def test_refused(name: str, impl: object):
     logits, labels = labelled_rows(4, 6, torch.float32)
     for bad in ((logits.half(), labels), (logits.t(), labels), (logits, labels[:3]), (logits, labels.int()), (logits[0], labels)):
         with pytest.raises(ValueError, match=f"{name}: logits .* want contiguous"):
-            getattr(home, name)(*bad)
+            getattr(impl, name)(*bad)
