@@ -135,7 +135,7 @@ def test_missing_and_repeated_experts(modes: tuple[str, str], rows: Any) -> None
 
 
 def check_missing_and_repeated_experts(modes: tuple[str, str], rows: Any) -> None:
-    """On one rank: a choice of -1 adds nothing and has no gradient, a token may have no expert, an expert that is chosen twice counts twice.
+    """On one rank: a choice of -1 adds nothing and has no gradient, a token may have no expert, an expert chosen twice counts twice.
 
     A chunk has rows for each token once per expert, so with several chunks no expert is chosen twice.
     """
