@@ -144,7 +144,7 @@ def public_functions(module) -> dict[str, inspect.Signature]:
     return {name: inspect.signature(getattr(module, name)) for name in module.__all__}
 
 
-def test_kernels_and_twins() -> None:
+def test_kernels_and_references() -> None:
     from mxep import reference
     from mxep.operators import OPERATORS
     from mxep.ops import kernels

@@ -1,4 +1,4 @@
-"""Activations whose rows come rebased: the bytes of MX rows and of a rebase of these, whatever the size, the form and the values."""
+"""Activations that return rebased rows: the bytes of MX rows and a rebase of these, for any size, form and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 ROWS, WIDTHS = (1, 31, 33, 127, 129), (32, 96, 768, 1408, 2880, 14336)
-ENDS = (30, 30, 31, 64, 250, 256)  # an empty group, one row of nobody's
+ENDS = (30, 30, 31, 64, 250, 256)  # an empty group, one row of no group
 
 
 def same_rebased(got: list[torch.Tensor], want: list[torch.Tensor] | tuple, what: str, num_rows: int | None = None) -> None:
@@ -59,7 +59,7 @@ def cases(dtype: torch.dtype, rows: int, width: int, function: str) -> dict[str,
 
 
 def test_some_rows_are_wide_and_some_not() -> None:
-    """What the other tests rely on."""
+    """The other tests rely on this."""
     scale = reference.activate(far_apart(BF16, 129, 768)[1], "concatenated", "rceil", h="rebased")[1]
     assert 20 < int((scale < 0).sum()) < 120
 
@@ -111,7 +111,7 @@ def test_granularities_and_scale_rules(mode: str, granularity: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", ["plain", "deepseek_v4", "gpt_oss", "relu2", "reglu"])
 def test_fast_form_has_the_bytes_of_the_mx_rows(function: str, layout: str) -> None:
-    """Of those that the other kernels write: a layer's bits do not depend on who rebases."""
+    """It has the bytes of the MX rows that the other kernels write: a layer's bits do not depend on the kernel that rebases."""
     how = FUNCTIONS[function]
     for name, (dh, x) in cases(BF16, 257, 768, function).items():
         scores = torch.rand(257, device="cuda")
@@ -145,14 +145,14 @@ def test_some_rows(width: int, num_valid_rows: int) -> None:
     want = kernels.activate(x, "concatenated", "rceil", h="rebased")
     got = kernels.activate(x, "concatenated", "rceil", num_valid_rows=count, h="rebased")
     same_rebased(got, want, "forward", num_valid_rows)
-    assert (got[0][num_valid_rows:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
+    assert (got[0][num_valid_rows:].view(torch.uint8) == 0xFF).all(), "rows past num_valid_rows are not written"
     assert got[1][num_valid_rows:].isnan().all()
     want = kernels.activate_backward(dh, x, "concatenated", "rceil", False, "mx+rebased+hp", "mx+hp")
     got = kernels.activate_backward(dh, x, "concatenated", "rceil", False, "mx+rebased+hp", "mx+hp", num_valid_rows=count)
     same_rebased(got[2:5], want[2:5], "gradient", num_valid_rows)
     for a, b in zip(got[:2] + got[5:], want[:2] + want[5:], strict=True):
         assert torch.equal(a[:num_valid_rows].view(torch.uint8), b[:num_valid_rows].view(torch.uint8))
-        assert (a[num_valid_rows:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
+        assert (a[num_valid_rows:].view(torch.uint8) == 0xFF).all(), "rows past num_valid_rows are not written"
 
 
 def test_strided_inputs() -> None:
@@ -210,7 +210,7 @@ def test_no_host_sync(no_sync) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
 def test_experts_have_the_same_bits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and gradients, whether the activation rebases or the GEMM's own pass does."""
+    """Output and gradients do not depend on whether the activation rebases or the GEMM's own kernel does."""
     torch.manual_seed(0)
     module = Experts(512, 416, 4, recipe).to("cuda", BF16)
     x, dy = (torch.randn(1024, 512, device="cuda", dtype=BF16) for _ in range(2))

@@ -48,7 +48,7 @@ def test_every_finite_gate_and_up_has_its_gradient(function: str, exact: bool, t
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_values_are_the_twins(function: str, exact: bool, scored: bool, tmp_path: Path) -> None:
+def test_values_are_those_of_the_reference(function: str, exact: bool, scored: bool, tmp_path: Path) -> None:
     """The host's exp is not torch's, so values are close; what is 0 because it was clamped, and what is NaN, is the same."""
     given, values = FUNCTIONS[function], compiled(function, exact, scored, tmp_path)
     how, activation = given.get("form", SWIGLUS["plain"]), given.get("activation", "swiglu")

@@ -32,7 +32,7 @@ def bytes_of(qdata: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["rebase_rows", "rebase_weight", "rebase_tokens"])
-def test_the_kernels_have_the_twins_signatures(name: str):
+def test_the_rebase_kernels_have_the_references_signatures(name: str):
     assert inspect.signature(getattr(rebase_kernels, name)) == inspect.signature(getattr(reference, name))
 
 
@@ -98,8 +98,8 @@ def test_a_weight_that_does_not_fit_is_refused():
             reference.quantize_weight(*arguments)
 
 
-@pytest.mark.parametrize("impl", [reference, weight_kernel], ids=["reference", "launcher"])
-def test_an_mx_weight_without_its_scale_is_refused(impl: ModuleType):
+@pytest.mark.parametrize("implementation", [reference, weight_kernel], ids=["reference", "launcher"])
+def test_an_mx_weight_without_its_scale_is_refused(implementation: ModuleType):
     x, (qdata, scale), (other, other_scale) = torch.randn(2, 64, 96), mx_weight(2, 64, 96), mx_weight(2, 32, 96)
     for arguments, got, want, do in (
         ((qdata, None), "scale=None of a weight (2, 64, 96) torch.float8_e4m3fn", "(2, 64, 3) float8_e8m0fnu on cpu", "same MX weight"),
@@ -113,14 +113,14 @@ def test_an_mx_weight_without_its_scale_is_refused(impl: ModuleType):
     ):
         first, second, *scales = arguments
         with raises_naming("quantize_weight: ", got, f"want {want}", do):
-            impl.quantize_weight(first, second, "rceil", False, True, False, *scales)
+            implementation.quantize_weight(first, second, "rceil", False, True, False, *scales)
     for first, own, message in ((qdata[:, :48], scale[:, :48], "dimension -2"), (qdata[..., :80], scale[..., :2], "dimension -1")):
         with pytest.raises(ValueError, match=f"{message}.*not a multiple of 32"):
-            impl.quantize_weight(first, None, "rceil", False, True, False, own)
+            implementation.quantize_weight(first, None, "rceil", False, True, False, own)
 
 
 @pytest.mark.parametrize("name", ["fp8_grouped_mm", "fp8_wgrad"])
-def test_the_gemms_have_the_twins_signatures(name: str):
+def test_the_gemms_have_the_references_signatures(name: str):
     assert inspect.signature(getattr(fp8_kernels, name)) == inspect.signature(getattr(fp8_reference, name))
 
 
