@@ -225,11 +225,11 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
     ]
     later = {**layers[0], "device": "h100", "date": "2026-11-28"}
     assert "H100 | 8.0 ms" in report.summary([], [*layers, later], []).splitlines()[-1]
-    assert "H200" not in report.summary([], [later, *layers], []), "what was measured last"
+    assert "H200" not in report.summary([], [later, *layers], []), "the most recent record is shown"
     assert report.overview([], [], [], [], []) == report.summary([], [], []) == ""
     found = {"passed": 5, "failed": 0, "errors": 0, "commit": "abc"}
-    sanitized = {"benchmark": "sanitizer_memcheck", "device": "h200", "files": {"push": found, "mail": {**found, "errors": 2}}}
-    raced = {"benchmark": "sanitizer_racecheck", "device": "h200", "files": {"push": found}, "missing": ["mail", "loss"]}
+    sanitized = {"benchmark": "sanitizer_memcheck", "device": "h200", "files": {"quantize": found, "p2p": {**found, "errors": 2}}}
+    raced = {"benchmark": "sanitizer_racecheck", "device": "h200", "files": {"quantize": found}, "missing": ["p2p", "loss"]}
     assert report.overview([], [], [], [], [], [sanitized], [raced]).splitlines() == [
         "The kernels' tests under compute-sanitizer memcheck: 2 errors in 10 passed and 0 failed tests on H200",
         "(commit abc).",

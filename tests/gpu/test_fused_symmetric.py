@@ -46,7 +46,7 @@ def walk_by_hand(moe: FusedMoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {"y": y, **gradients(dy)}
 
 
-def both_roads(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str, walk: Callable = walk_by_hand) -> None:
+def check_both_dispatchers(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str, walk: Callable = walk_by_hand) -> None:
     results = []
     for group in (name, plain):
         moe.group = SimpleNamespace(group_name=group)  # type: ignore[assignment]
@@ -68,13 +68,13 @@ def on_one_gpu(me: int, world: int, name: str) -> None:
                 moe.runtime = RuntimeEPConfig(
                     runtime.dispatch, runtime.combine, combine_forward=wire if at % 2 else "hp", dispatch_backward=wire
                 )
-                both_roads(moe, name, plain, x[me], dy[me], f"{kind} {recipe} {runtime}")
+                check_both_dispatchers(moe, name, plain, x[me], dy[me], f"{kind} {recipe} {runtime}")
     moe = on_cpu.spread(layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", **REAL), me, world, name)
     generator = torch.Generator().manual_seed(me)
     x, dy = (draw(generator, 900 + 100 * me, 2048).bfloat16() for _ in range(2))
     for runtime in (RuntimeEPConfig(), RuntimeEPConfig("all_gather", "all_to_all", keep_first_product=False)):
         moe.runtime = runtime
-        both_roads(moe, name, plain, x, dy, f"real {runtime}")
+        check_both_dispatchers(moe, name, plain, x, dy, f"real {runtime}")
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -96,7 +96,7 @@ def test_loss_falls_and_starts_as_without(results: dict) -> None:
 
 
 def test_one_function_or_blocks(results: dict) -> None:
-    """The same layer, in other operations: sums on the experts' rank in the one, rows that come home in the other."""
+    """The same layer by other operations: one function sums on the experts' rank, the blocks return all rows to the tokens' ranks."""
     plain, fused, blocks = (first_step(results, name) for name in ("plain", "hp fused", "hp"))
     assert fused == pytest.approx(plain, rel=2e-4)
     assert fused != blocks
@@ -112,8 +112,8 @@ def test_tensor_parallelism_keeps_the_blocks(results: dict) -> None:
     assert results["one layer"]["fused"] == 1
 
 
-def test_the_road_in_high_precision_has_torchtitans_bits(results: dict) -> None:
-    """Exchange, padding and order of mxep's expert parallelism, with nothing rounded."""
+def test_the_blocks_in_high_precision_have_torchtitans_bits(results: dict) -> None:
+    """mxep's exchange, padding and order of rows, without any rounding."""
     assert first_step(results, "hp") == first_step(results, "plain")
     assert results["hp"]["exchanged"] == len(EXPERTS)
 

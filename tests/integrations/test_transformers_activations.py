@@ -47,12 +47,12 @@ MODELS: dict[tuple[str, str, str], ExpertActivation | None] = {
 
 def experts_of(model: str, prefix: str, config: str) -> Any:
     """A model's experts by its default configuration, without weights."""
-    home = f"transformers.models.{model}"
-    shape = getattr(importlib.import_module(f"{home}.configuration_{model}"), f"{config}Config")()
+    package = f"transformers.models.{model}"
+    shape = getattr(importlib.import_module(f"{package}.configuration_{model}"), f"{config}Config")()
     if model in ("gemma4", "diffusion_gemma"):  # dense by default
         shape.num_experts, shape.moe_intermediate_size = 8, 64
     with torch.device("meta"):
-        return getattr(importlib.import_module(f"{home}.modeling_{model}"), f"{prefix}Experts")(shape)
+        return getattr(importlib.import_module(f"{package}.modeling_{model}"), f"{prefix}Experts")(shape)
 
 
 @pytest.mark.parametrize("name", MODELS, ids=lambda name: name[0])

@@ -64,7 +64,7 @@ def unmerge(case: Case, merged: Tensor) -> list[Tensor]:
 
 
 def one_process(experts: nn.Module, case: Case, recipe_name: str) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Outputs and dx per rank, and dW, of the whole group in one process on the same road."""
+    """Outputs and dx per rank, and dW, of the whole group in one process, by the same blocks."""
     recipe = resolve_recipe(recipe_name)
     rows = merge(case, case.rows).requires_grad_()
     plan = ExchangePlan.from_counts(sum(case.counts), None)

@@ -78,8 +78,8 @@ def padded(counts: dict[str, int], times: int, blocks: int) -> dict[str, int]:
     return {name: times * count + own.get(name, 0) for name, count in counts.items()}
 
 
-def check_roads(world: int, x: Tensor, dy: Tensor | None, top_k: int, recipe: str) -> dict[str, dict[str, int]]:
-    """The fused layer's counts, after they were found in the blocks: there a row stands for each choice, and padding around them."""
+def check_layers(world: int, x: Tensor, dy: Tensor | None, top_k: int, recipe: str) -> dict[str, dict[str, int]]:
+    """The fused layer's counts. Those of the blocks are compared with them: the blocks have a row for each choice, and padding."""
     found = []
     for layer in both(recipe, top_k=top_k):
         if world > 1:
@@ -99,13 +99,13 @@ def check_counts(rank: int, world: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     x, dy = (torch.randn(40, D, generator=generator).bfloat16() for _ in range(2))
     x[3, 40], x[5, 33], dy[7, 2], dy[9] = 0.0, -0.0, float("nan"), 0.0
-    found = check_roads(world, x, dy, 1, "mxfp8_wgrad_with_hp")
+    found = check_layers(world, x, dy, 1, "mxfp8_wgrad_with_hp")
     assert [found[of]["nonfinite_blocks"] for of in ("rows", "gradients")] == [0, world]
     assert found["rows"]["zeros"] >= 2 * world
     assert found["gradients"]["zeros"] >= D * world
-    check_roads(world, x, None, 2, "mxfp8_wgrad_with_hp")
+    check_layers(world, x, None, 2, "mxfp8_wgrad_with_hp")
     x[rank, 50], x[:, 10] = float("inf"), 480.0  # floor leaves a block with 480 its scale of 1, which ends at 448
-    rows = check_roads(world, x, None, 1, "mxfp8_wgrad_with_hp_floor")["rows"]
+    rows = check_layers(world, x, None, 1, "mxfp8_wgrad_with_hp_floor")["rows"]
     assert rows["nonfinite_blocks"] == world
     assert rows["largest_codes"] >= 40 * world
 
@@ -217,7 +217,7 @@ def test_a_run_that_is_killed_twice_at_one_checkpoint_has_each_figure_once(tmp_p
 
 
 def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The road of the command line, with the ranks in this process."""
+    """The path of the command line, with the ranks in this process."""
     arms = []
 
     def start(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
