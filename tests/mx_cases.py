@@ -1,4 +1,4 @@
-"""Inputs that a quantiser can get wrong, and the comparison by bytes."""
+"""Difficult inputs of a quantiser, and the comparison by bytes."""
 
 from __future__ import annotations
 

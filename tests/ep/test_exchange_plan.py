@@ -1,4 +1,4 @@
-"""ExchangePlan: splits and counts that fit together on every rank."""
+"""ExchangePlan: splits and counts that agree on every rank."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_plans_of_groups(world: int) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_group_of_one_exchanges_nothing(recipe: str) -> None:
-    """And what its blocks return may be changed in place: it is not what went in."""
+    """Outputs of its blocks may be changed in place: they are not the inputs."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with Calls() as calls:
@@ -101,7 +101,7 @@ def test_one_rank_needs_no_group(counts: list[int]) -> None:
     with Calls() as calls:
         plan = ExchangePlan.from_counts(torch.tensor(counts), None)
     assert calls == []
-    assert plan != dataclasses.replace(plan), "a tensor is in it, and two of those have no truth value"
+    assert plan != dataclasses.replace(plan), "plans compare by identity, since they have a tensor"
     assert len({plan, plan}) == 1
     assert (plan.group_name, plan.ep_degree, plan.num_local_experts) == ("", 1, len(counts))
     assert plan.input_splits == plan.output_splits == [sum(counts)]
@@ -109,7 +109,7 @@ def test_one_rank_needs_no_group(counts: list[int]) -> None:
     round_trip(Case(torch.tensor([counts])), 0, None)
 
 
-def test_rows_that_the_plan_does_not_know() -> None:
+def test_rows_that_do_not_fit_the_plan() -> None:
     plan = ExchangePlan.from_counts(torch.tensor([2, 3]), None)
     with raises_naming("4", "5", "rows"):
         permute(dispatch(torch.randn(4, 32), plan, resolve_recipe("hp")), plan, resolve_recipe("hp"))

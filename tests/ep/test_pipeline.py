@@ -50,7 +50,7 @@ def five_blocks(
     on_rows: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
     on_outputs: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
 ) -> torch.Tensor:
-    """The user's own code: the five public blocks, with something done to the activations in between if wanted."""
+    """A user's code: the five public blocks, optionally with operations on the activations between them."""
     outs, ins = case.received(me), case.sent(me)
     mx = on_rows(a2a_dispatch_mxfp8_fwd_hp_bwd(x, outs, ins, group, mode))
     shape, rows, row_map, _, offs = permute_mxfp8_fwd_hp_bwd(mx, case.rank_major(me), case.world, L, alignment, isinstance(mx, MXTensor))
@@ -60,7 +60,7 @@ def five_blocks(
 
 
 def layered(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group, recipe: Recipe) -> torch.Tensor:
-    """The same chain through plan and recipe."""
+    """The same chain with an ExchangePlan and a recipe."""
     plan = ExchangePlan.from_counts(case.counts[me], group or dist.group.WORLD)
     permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
     y = blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted)
@@ -81,7 +81,7 @@ def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str
 
 
 def check_accuracy(me: int, world: int, group: Group) -> dict[str, float]:
-    """Every least figure of the contract against the bf16 chain; the worst of all cases."""
+    """The least SQNR of all cases against the bf16 chain is at least the promised one."""
     worst: dict[str, float] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for seed, kind in enumerate(("random", "balanced", "uneven", "starved", "one", "empty")):
@@ -94,7 +94,7 @@ def check_accuracy(me: int, world: int, group: Group) -> dict[str, float]:
                     worst[name] = min(worst.get(name, 99.0), sqnr(want, mine))
                     assert worst[name] >= least, f"{kind} {dtype} {name}: {worst[name]:.1f} dB, want {least}"
                 else:
-                    assert not mine.any(), f"{kind}: starved is exactly zero"
+                    assert not mine.any(), f"{kind}: dW of starved experts is exactly zero"
             assert_all_same(run(layered, case, me, dtype, group, resolve_recipe(None)), got, f"{kind}: plan and recipe")
             for name in (
                 "mxfp8_wgrad_with_mx",
@@ -126,7 +126,7 @@ def check_wire(me: int, world: int, group: Group) -> None:
 
 
 def check_two_layers(me: int, world: int, group: Group) -> None:
-    """Two layers and two backwards: nothing that one saved is touched by another."""
+    """Two layers and two backwards: no call changes what another one saved."""
     case = make_case("random", world, L, rows=40)
     x, w = case.inputs(D, torch.float32)[me].requires_grad_(), weights(world, me, torch.float32)
     other = make_case("uneven", world, L, rows=60)
@@ -165,7 +165,7 @@ def check_checkpointing(me: int, world: int, group: Group) -> None:
 
 
 def check_ops_between(me: int, world: int, group: Group) -> None:
-    """Scores, residuals, indexing, second consumers, isnan and cat on MX activations and on what gets MX gradients."""
+    """Scores, residuals, indexing, second consumers, isnan and cat on MX activations and on tensors that get MX gradients."""
     case = make_case("random", world, L, rows=200)
     received = sum(case.received(me))
     scores = torch.rand(received, 1, generator=torch.Generator().manual_seed(me)) + 0.5
@@ -191,7 +191,7 @@ def check_ops_between(me: int, world: int, group: Group) -> None:
         for name, change in changes.items():
             got = run(five_blocks, case, me, torch.float32, group, **{place: change})
             want = run(changed_plain, case, me, torch.float32, group, bf16, place, change)
-            figures = (28, 26, 25) if place == "on_outputs" else (26, 26, 25)  # what an op made of MX rows is quantised a second time
+            figures = (28, 26, 25) if place == "on_outputs" else (26, 26, 25)  # operations on MX rows quantise their results again
             for what, least, truth, mine in zip(("out", "dx", "dw"), figures, want, got, strict=True):
                 assert sqnr(truth, mine) >= least, f"{place} {name} {what}: {sqnr(truth, mine):.1f} dB"
 

@@ -1,4 +1,4 @@
-"""Attention within documents by torch's variable-length FlashAttention: the error of SDPA with a mask, no wait for the GPU, whole runs."""
+"""Attention within documents by torch's variable-length FlashAttention: the error of SDPA with a mask, no host sync, whole runs."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_permute_indices_worked_example():
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_permute_indices_and_the_way_back(data: st.DataObject):
+def test_permute_indices_and_their_inverse(data: st.DataObject):
     ranks, experts = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.sampled_from([1, 2, 5, 8]))
     alignment = data.draw(st.sampled_from([1, 32, 128]))
     sizes = st.sampled_from([0, 0, 1, 2, 31, 32, 33, 700])

@@ -1,4 +1,4 @@
-"""First weights of sharded models: the numbers of the whole, the memory of a share."""
+"""Initial weights of sharded models: the values of the whole model, the memory of one shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""start_on_side_stream without a second stream: on a CPU the work is done first, once, with its gradient."""
+"""start_on_side_stream without a second stream: on a CPU the work runs at once, one time, with its gradient."""
 
 from __future__ import annotations
 

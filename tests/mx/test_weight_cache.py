@@ -132,7 +132,7 @@ def test_kept_for_one_step(fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_filling_records_and_saves_nothing(fused: bool) -> None:
-    """Forward fills, the recomputation finds: checkpointing counts the tensors that both save."""
+    """Forward fills the cache, the recomputation reads it: checkpointing compares the tensors that both save."""
     moe, _, cache = layer(fused=fused)
     x = torch.randn(40, 64, requires_grad=True)
     out = checkpoint(moe, x, use_reentrant=False)
@@ -142,7 +142,7 @@ def test_filling_records_and_saves_nothing(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_change_behind_the_back_is_an_error_in_checking_mode(fused: bool) -> None:
+def test_an_unseen_change_is_an_error_in_checking_mode(fused: bool) -> None:
     moe, _, cache = layer(fused=fused)
     x = torch.randn(40, 64)
     moe(x)
@@ -157,7 +157,7 @@ def test_a_change_behind_the_back_is_an_error_in_checking_mode(fused: bool) -> N
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_other_weights_in_the_parameters_place_are_not_served_their_bytes(monkeypatch, fused: bool, checked: bool) -> None:
+def test_weights_that_replace_the_parameters_do_not_get_their_cached_bytes(monkeypatch, fused: bool, checked: bool) -> None:
     """torch.func.functional_call, as averaged weights are tried out: of the same shapes and versions, forward and backward."""
     monkeypatch.setattr(weight_cache, "checking", lambda _: checked)  # off, as it is on GPUs
     (moe, _, cache), (plain, *_) = layer(fused=fused), layer(fused=fused)
@@ -219,7 +219,7 @@ def test_copies_have_no_cache(copied) -> None:
     assert cache.fills == fills
 
 
-def test_other_dtypes_and_modes_have_a_place_of_their_own() -> None:
+def test_other_dtypes_and_modes_have_entries_of_their_own() -> None:
     moe, _, cache = layer()
     x = torch.randn(40, 64)
     moe(x)

@@ -42,7 +42,7 @@ class _Driver:
 
 
 class _NoVariant:
-    """What a launch returns here: there is no variant to launch."""
+    """The result of a launch: there is no variant to launch."""
 
     run = None
 
@@ -51,7 +51,7 @@ class _NoVariant:
 
 
 def _compile_instead(run=jit.JITFunction.run) -> dict[int, tuple[str, CompiledKernel]]:
-    """Make launches compilations; returns the dict in which each compiled kernel will stand with its name."""
+    """Make launches compile only; returns a dict that will have each compiled kernel by its name."""
     compiled_kernels: dict[int, tuple[str, CompiledKernel]] = {}
 
     def compile_only(self, *args, grid, warmup, **options) -> _NoVariant:

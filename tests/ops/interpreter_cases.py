@@ -142,7 +142,7 @@ def test_reduce_rows(rows: int, width: int, sums: int, slots: int, dtype: torch.
     ("sums", "slots", "width"), [(9, 3, 96), (1, 1, 2056), (5, 8, 7), (70, 2, 1056), (6, 5, 64), (0, 2, 32), (3, 2, 0), (4, 0, 32)]
 )
 def test_reduce_rows_backward(sums: int, slots: int, width: int, dtype: torch.dtype):
-    """Rows' gradients by bytes; those of weights are sums in another order."""
+    """Gradients of rows by bytes; those of weights are sums in another order."""
     rows, weights = torch.randn(sums * slots, width + 3).to(dtype)[:, 1 : 1 + width], torch.randn(slots, sums).t()
     index = torch.randperm(sums * slots).int().view(sums, slots)
     for grad in (torch.randn(sums, width).to(dtype), torch.randn(width, sums).t(), torch.randn(()).expand(sums, width).bfloat16()):
@@ -172,7 +172,7 @@ def test_permute_indices_worked_example():
 
 @settings(deadline=None, max_examples=25)
 @given(st.data())
-def test_permute_indices_and_the_way_back(data: st.DataObject):
+def test_permute_indices_and_their_inverse(data: st.DataObject):
     ranks, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     alignment = data.draw(st.sampled_from([1, 4, 32]))
     counts = torch.tensor(data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 31, 33]), min_size=ranks * experts, max_size=ranks * experts)))
@@ -235,7 +235,7 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     torch.testing.assert_close(into, want, rtol=1e-5, atol=1e-4)
     skipped = kernels.grouped_mm_hp(a, b, offs, out_dtype, "skip")
     assert torch.equal(skipped[: ends[-1]], out[: ends[-1]])
-    assert skipped[ends[-1] :].isnan().all(), "poison that nobody wrote over"
+    assert skipped[ends[-1] :].isnan().all(), "rows past the last end are not written"
     filled = torch.full(wgrad.shape, torch.nan, dtype=out_dtype)
     kernels.grouped_wgrad_hp(grad, a, offs, out_dtype, filled)
     assert filled[sizes == 0].isnan().all()

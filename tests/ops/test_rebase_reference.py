@@ -1,4 +1,4 @@
-"""The definition of rebased operands: exact where e4m3 has room, special blocks, block scales, wide rows, moved token exponents."""
+"""The definition of rebased operands: exact within the range of e4m3, special blocks, block scales, wide rows, moved token exponents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_quantising_kernels_have_the_references_signatures(module: ModuleTyp
 
 
 @pytest.mark.parametrize("granularity", MAX_SPREAD)
-def test_rows_in_one_pass_have_the_bytes_of_two(granularity: str):
+def test_rows_by_one_kernel_have_the_bytes_of_two(granularity: str):
     x = torch.randn(40, 416) * torch.exp2(torch.randint(-12, 12, (40, 13)).float()).repeat_interleave(32, 1)
     mx = quantize(x, "rceil")
     want = [*mx, *(part for part in reference.rebase_rows(*mx, MAX_SPREAD[granularity])[:3] if part is not None)]
@@ -137,7 +137,7 @@ def test_plain_rows_keep_their_numbers(granularity: str, width: int):
     assert error <= 2.0**-9 * float64(qdata, scale).abs().max() / 2  # half of e4m3's last subnormal bit, at the row's exponent
 
 
-def test_the_largest_exponent_wins_and_special_blocks_do_not_count():
+def test_a_rows_exponent_is_the_largest_without_special_blocks():
     data = torch.full((4, 128), 1.0).to(E4M3).view(torch.uint8)
     scale = torch.tensor([[120, 124, 0, 122], [255, 121, 250, 120], [0, 0, 0, 0], [255, 255, 255, 255]], dtype=torch.uint8)
     data[0, 64:96] = 0  # all zero, scale byte 0
@@ -202,7 +202,7 @@ def test_no_block_of_a_wide_row_moves_further_than_its_span_or_eight(spread: int
 
 
 def test_far_channels_that_meet_weights_of_zero():
-    """The hardest rows known: nothing hides what the small channels lose."""
+    """The hardest rows known: no large product hides the loss of the small channels."""
     generator = torch.Generator().manual_seed(3)
     x, w = torch.randn(256, 2048, generator=generator), torch.randn(1, 128, 2048, generator=generator)
     x[:, 100::400] *= 30000
@@ -287,7 +287,7 @@ def test_tokens_are_transposed_and_padded(N: int, K: int):
 
 
 @pytest.mark.parametrize("far", ["grad", "a"])
-def test_the_operand_whose_channels_lie_farther_apart_gives_its_exponents(far: str):
+def test_the_operand_with_the_larger_spread_gives_its_exponents(far: str):
     generator = torch.Generator().manual_seed(7)
     grad, x = torch.randn(2048, 128, generator=generator), torch.randn(2048, 96, generator=generator)
     for name, rows in (("grad", grad), ("a", x)):
@@ -315,7 +315,7 @@ def test_changed_token_values():
     assert reference.changed_token_values(qg, sg, qa, sa, offs, reference.rebase_tokens(qg, sg, qa, sa, offs)) <= 280 * 160 * 1e-3
 
 
-def test_tokens_can_be_gathered_on_the_way():
+def test_tokens_can_be_gathered_by_the_same_kernel():
     (qg, sg), (qa, sa), offs = mx_bytes(60, 64, seed=1), mx_bytes(40, 96, seed=2), torch.tensor([20, 60], dtype=torch.int32)
     row_map = torch.randint(0, 40, (60,), generator=torch.Generator().manual_seed(0)).int()
     row_map[7] = -1
@@ -327,7 +327,7 @@ def test_tokens_can_be_gathered_on_the_way():
         assert torch.equal(bytes_of(got), bytes_of(want))
 
 
-def test_moving_token_exponents_is_what_keeps_anticorrelated_tokens():
+def test_moving_token_exponents_keeps_anticorrelated_tokens():
     generator = torch.Generator().manual_seed(3)
     token_scale = torch.exp(3 * torch.randn(256, 1, generator=generator))
     qg, sg = quantized(torch.randn(256, 64, generator=generator) / token_scale)
@@ -370,7 +370,7 @@ def test_accumulate_adds():
     assert torch.equal(out[1], before[1])
 
 
-def test_wrong_operands_say_what_is_wanted():
+def test_wrong_operands_raise():
     qdata, scale = quantized(torch.randn(4, 64))
     with pytest.raises(ValueError, match=r"rebase_rows.*multiple of 32"):
         rebase_kernels.rebase_rows(qdata[:, :48], scale, 8)

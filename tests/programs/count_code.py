@@ -108,7 +108,7 @@ def table(now: Counter[str], before: Counter[str] | None) -> list[str]:
     if before is None:
         rows = [(part, f"{lines:7}") for part, lines in sorted(now.items())]
         return [f"{lines}  {part}" for part, lines in (*rows, ("total", f"{now.total():7}"))]
-    parts = [(part, now[package], before[package]) for part in sorted(now | before)]
+    parts = [(part, now[part], before[part]) for part in sorted(now | before)]
     return [
         f"{lines:7} {then:7} {f'{lines / then - 1:+.1%}' if then else 'new':>8}  {part}"
         for part, lines, then in (*parts, ("total", now.total(), before.total()))
