@@ -1,4 +1,4 @@
-"""tests/programs/count_code.py and tests/programs/trace_forward.py: what counts as code, and what counts as a change of file."""
+"""tests/programs/count_code.py and tests/programs/trace_forward.py: lines that count as code, and changes of file."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.out == ""
 
 
-def test_quick_makes_no_record_beside_the_real_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_runs_do_not_change_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "quantize", "--device", "cpu", "--quick", "--record"]) == 2
     assert str(RESULTS) in capsys.readouterr().err
 
@@ -292,7 +292,7 @@ def test_arms_take_turns_and_totals_add_up() -> None:
     assert Timing.of([2.0] * 20) == Timing(2.0, 2.0, 2.0, 20)
 
 
-def test_what_few_rows_cost_is_shown() -> None:
+def test_the_cost_of_few_rows_is_shown() -> None:
     many = {"device": "h200", "world_size": 1, "shape": {"T": 131072, "D": 64}, "target": {}, "arms": {}}
     many["ratios"] = {"fraction_of_copy": 0.9, "quantize_fraction_of_copy": 0.9}
     few = [
@@ -380,7 +380,7 @@ def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch, tm
     assert report.doubts_line(records) == "Of the host's 2 times 1 differed between batches: it was busy elsewhere."
 
 
-def test_a_run_that_is_broken_off_leaves_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "time_arms", lambda *args: {"arm": Timing.of([1.0] * 20, 2)})
 
     def cases(name: str, setting: registry.Setting) -> Iterator[registry.Case]:

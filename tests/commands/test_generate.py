@@ -1,4 +1,4 @@
-"""`mxep generate`: what a run learned comes out, streamed; runs and Hugging Face folders, bytes and tokenizers, chats; wrong use."""
+"""`mxep generate`: it prints text that a run learned, streamed; runs and Hugging Face folders, bytes and tokenizers, chats; wrong use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def of_chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield train(folder / "run", data=(str(data),), tokenizer=tokenizer, chat=True, mask_documents=True, seq_len=128, **options)
 
 
-def test_what_was_learned_comes_out(of_bytes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learned_text_is_generated(of_bytes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Greedy; the end of a document ends it. The same from the Hugging Face folder of the run."""
     assert doctest.testmod(generate).failed == 0
     words = ["The caf", "--temperature", "0", "--max-new-tokens", "200", "--device", "cpu"]

@@ -261,7 +261,7 @@ def test_style_on_four_ranks_in_one_group_and_in_two() -> None:
 
 
 @pytest.mark.parametrize("layer", [MoE(MoEConfig(D, H, E, 2)), nn.ModuleDict({"experts": CallingExperts(D, H, E)})])
-def test_what_is_no_mesh(layer: nn.Module) -> None:
+def test_invalid_meshes(layer: nn.Module) -> None:
     for mesh, got in (("ep", "'ep'"), (None, "None")):
         with pytest.raises(ValueError, match=rf"the mesh is {got}, want a torch DeviceMesh.*init_device_mesh"):
             apply_mxfp8_expert_parallel(layer, mesh)  # type: ignore[arg-type]

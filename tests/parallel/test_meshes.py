@@ -1,4 +1,4 @@
-"""Which ranks stand together for every combination of degrees, without starting any of them; and degrees that do not fit."""
+"""Ranks of every mesh for every combination of degrees, without starting any rank; and degrees that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calls of this package cost the host: microseconds until a call returns, torch operators and Python function calls in it.
+"""The host cost of calls of this package: microseconds until a call returns, torch operators and Python function calls in it.
 
     python tests/programs/host_cost.py [--json] [--device cpu|cuda]
 
