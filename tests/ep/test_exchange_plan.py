@@ -30,7 +30,7 @@ def check(case: Case, me: int, group: dist.ProcessGroup) -> None:
 
 
 def round_trip(case: Case, me: int, group: dist.ProcessGroup | None) -> None:
-    """The exchange and the permutation without a GEMM return every row to its place, with the recipe's rounding alone."""
+    """The exchange and the permutation without a GEMM return every row to its position, with the recipe's rounding alone."""
     plan = ExchangePlan.from_counts(case.counts[me], group)
     for recipe in RECIPES.values():
         x = case.inputs(64, torch.float32)[me].requires_grad_()

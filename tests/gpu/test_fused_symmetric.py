@@ -109,7 +109,7 @@ def test_no_host_sync_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_at_full_size(me: int, world: int, name: str) -> dict[RuntimeEPConfig, dict[str, int]]:
-    """What a rank keeps of `mxep bench layer`'s first size: bytes by what they are, for each of `KEEPING`."""
+    """Saved bytes of a rank for `mxep bench layer`'s first size, by kind, for each of `KEEPING`."""
     torch.set_default_device("cuda")
     T, D, H, E, C = SIZES[0]
     with torch.device("meta"):
@@ -134,7 +134,7 @@ def kept_at_full_size(me: int, world: int, name: str) -> dict[RuntimeEPConfig, d
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 100 << 30, reason="needs 100 GiB")
-def test_what_four_ranks_keep_of_a_large_layer() -> None:
+def test_saved_bytes_of_a_large_layer_on_four_ranks() -> None:
     """T 131072, D 4096, H 1536, 128 experts, top 8: at most 2.1 GiB a rank beside the input, and 1.3 with the first product in MX, which is
     what memory arithmetic says; and with `keep_dgrad_weights` a byte for each weight of its experts."""
     (T, D, H, E, C), world = SIZES[0], 4

@@ -219,14 +219,14 @@ def test_past_two_to_the_31():
 def test_triton_kernels_are_launched_by_their_own_c_function():
     x, names = torch.randn(64, 96).bfloat16(), []
 
-    def hear(metadata) -> None:
+    def record(metadata) -> None:
         names.append(metadata.get()["name"])
 
     for hooked in (False, False, True):
         if hooked:
-            triton.knobs.runtime.launch_enter_hook.add(hear)
+            triton.knobs.runtime.launch_enter_hook.add(record)
         assert_same(kernels.quantize(x.cuda(), "rceil"), reference.quantize(x, "rceil"))
-        triton.knobs.runtime.launch_enter_hook.remove(hear)
+        triton.knobs.runtime.launch_enter_hook.remove(record)
     assert names == ["_quantize_kernel"]
     variants = [variant for variant in launching._variants.values() if variant.compiled.name == "_quantize_kernel"]
     assert variants

@@ -95,7 +95,7 @@ def test_more_than_2_to_the_31_logits() -> None:
 
 
 def test_memory_is_that_of_one_chunk() -> None:
-    """Beside the operands: a chunk's logits, the gradients in float32, and one more float32 product of the weight's shape."""
+    """In addition to the operands: a chunk's logits, the gradients in float32, and one more float32 product of the weight's shape."""
     tokens, dim, words = 4 * CHUNK_TOKENS, 256, 32000
     hidden, weight, labels = (part.detach().cuda() for part in case(tokens, dim, words, torch.bfloat16))
     hidden.requires_grad_()

@@ -1,4 +1,4 @@
-"""LoRA beside dense layers by `peft_0_21` on a GPU: against float64, and by which kernels."""
+"""LoRA on dense layers by `peft_0_21` on a GPU: against float64, and the kernels that it takes."""
 
 from __future__ import annotations
 

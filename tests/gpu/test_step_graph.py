@@ -101,7 +101,7 @@ def test_steps_are_those_without_a_graph(tmp_path: Path, nccl: torch.device, opt
 
 @pytest.mark.slow
 def test_resumes_with_and_without_a_graph(tmp_path: Path, nccl: torch.device, options: dict[str, Any]) -> None:
-    """A run of one kind goes on as the other kind, as one that was never stopped."""
+    """A run of one kind resumes as the other kind, with the bits of an uninterrupted run."""
     ends = []
     for name, (before, after) in (
         ("eager", (False, False)),

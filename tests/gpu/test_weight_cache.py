@@ -38,7 +38,7 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(kind: str, recipe: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A module and what it takes behind its rows."""
+    """A module and its arguments after the rows."""
     torch.manual_seed(0)
     if kind == "linear":
         return MXLinear(nn.Linear(D, H, bias=False, dtype=torch.bfloat16), RECIPES[recipe]), ()
@@ -59,9 +59,9 @@ def walk(module: Callable[..., Tensor], x: Tensor, others: tuple[Tensor, ...], w
 
 
 def assert_all_equal(got: list[Tensor], want: list[Tensor], what: str) -> None:
-    for place, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert (a is None) == (b is None), (what, place)
-        assert a is None or torch.equal(a, b), (what, place)
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert (a is None) == (b is None), (what, number)
+        assert a is None or torch.equal(a, b), (what, number)
 
 
 def keep(module: nn.Module, cache: WeightCache | None) -> None:
@@ -90,7 +90,7 @@ def test_replays_between_eager_steps(kind: str, state: str, recipe: str) -> None
     assert bool(cache.fills) == (state != "empty")
     keep(module, cache)
     if state == "full":
-        walk(module, x, others, weights)  # new places, since keep has made new ones
+        walk(module, x, others, weights)  # the cache is filled again, since `keep` has made new entries
     if state == "advanced":
         cache.advance()
     before = cache.fills, cache.nbytes()
@@ -187,7 +187,7 @@ def test_make_graphed_callables(kind: str) -> None:
 
 @pytest.mark.parametrize("capture_error_mode", ["global", "thread_local"])
 def test_a_variant_that_runs_in_a_graph_first(capture_error_mode: str) -> None:
-    """Calls with a cache make both forms of a weight in one pass; a graph of forward alone makes one of them."""
+    """Calls with a cache make both forms of a weight by one kernel; a graph of forward alone makes one of them."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("rebased weights are Hopper's")
     module, others = make("experts", "mxfp8_wgrad_with_hp")

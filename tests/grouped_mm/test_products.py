@@ -47,7 +47,7 @@ def test_plain_rows_of_an_fp8_path_are_quantised_by_one_kernel(wgrad: str, forms
 
 
 def test_options_for_another_dtype_are_those_of_that_dtype() -> None:
-    """A float32 dgrad of an "auto" path multiplies MX rows, beside a bf16 forward that multiplies rebased rows."""
+    """A float32 dgrad of an "auto" path multiplies MX rows, while its bf16 forward multiplies rebased rows."""
     granularity = GEMM_PATHS["fp8"].granularity
     bf16 = products.GemmOptions(torch.bfloat16, "hp", "rceil", "fp8", "exact", granularity, False)
     float32 = products.GemmOptions(torch.float32, "hp", "rceil", "fp8", "exact", None, False)

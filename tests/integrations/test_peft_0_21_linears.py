@@ -131,10 +131,10 @@ def test_a_dense_layer_is_one_node(kind: str) -> None:
 def test_only_gemms_make_tensors_of_a_dense_layers_size() -> None:
     model = dense("torch")
     x, dy = rows_of(1, 64).requires_grad_(), rows_of(2, 96)
-    with _Results(x.numel()) as passes:
+    with _Results(x.numel()) as results:
         model(x).backward(dy)
     views = {"view", "t", "_unsafe_view", "detach", "alias", "transpose"}
-    made = {(name, dtype) for name, dtype in passes.seen if name not in views}
+    made = {(name, dtype) for name, dtype in results.seen if name not in views}
     assert made == {("mm", torch.bfloat16), ("addmm_", torch.bfloat16)}
 
 

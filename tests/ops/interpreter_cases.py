@@ -322,16 +322,16 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match="reduce_rows_backward: " + message):
             kernels.reduce_rows_backward(*arguments)
-    window, out = torch.zeros(2, dtype=torch.int32), torch.zeros(3, 64)
+    chunk, out = torch.zeros(2, dtype=torch.int32), torch.zeros(3, 64)
     slots, row_map = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for arguments, message in (
-        ((x, slots, row_map, window, out[:2]), r"out is \(2, 64\)"),
-        ((x, slots, row_map[:3], window, out), r"row_map is \(3,\)"),
-        ((x, slots, row_map.long(), window, out), "row_map is .* torch.int64"),
-        ((x, slots, row_map, window.long(), out), "chunk is"),
-        ((x, slots, row_map, window, out, out), "carry is"),
-        ((x.bfloat16(), slots, row_map, window, out.bfloat16()), "carry is None"),
-        ((x, slots.long(), row_map, window, out), "want .P, D. bfloat16"),
+        ((x, slots, row_map, chunk, out[:2]), r"out is \(2, 64\)"),
+        ((x, slots, row_map[:3], chunk, out), r"row_map is \(3,\)"),
+        ((x, slots, row_map.long(), chunk, out), "row_map is .* torch.int64"),
+        ((x, slots, row_map, chunk.long(), out), "chunk is"),
+        ((x, slots, row_map, chunk, out, out), "carry is"),
+        ((x.bfloat16(), slots, row_map, chunk, out.bfloat16()), "carry is None"),
+        ((x, slots.long(), row_map, chunk, out), "want .P, D. bfloat16"),
     ):
         with pytest.raises(ValueError, match="reduce_rows_chunk: .*" + message):
             kernels.reduce_rows_chunk(*arguments)

@@ -56,7 +56,7 @@ def test_a_damaged_file_is_compiled_again(cache: Path, damage: bytes | None):
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if damage is None else damage)
     assert nvrtc.cubin(KERNEL, "nothing") == first
     assert path.read_bytes() == content
-    assert len(list(cache.iterdir())) == 1  # nothing is left beside it
+    assert len(list(cache.iterdir())) == 1  # no other file is left
 
 
 @needs_nvrtc

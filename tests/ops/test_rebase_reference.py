@@ -163,8 +163,8 @@ def test_wide_rows_get_spans():
     assert rows.scale.tolist() == [1.0, -(2.0**-27)]
     assert rows.block_scale is not None
     assert rows.block_scale[:, 1].tolist() == [2.0**27, 1.0]
-    assert reference.changed_values(data, scale, rows) == 64  # two blocks beside the 1 of their own 128 columns; the second 128 is exact
-    assert reference.changed_values(data, scale, reference.rebase_rows(data, scale, MAX_SPREAD["row"])) == 128  # 2^-27 is gone beside 1
+    assert reference.changed_values(data, scale, rows) == 64  # two blocks next to the 1 of their own 128 columns; the second 128 is exact
+    assert reference.changed_values(data, scale, reference.rebase_rows(data, scale, MAX_SPREAD["row"])) == 128  # 2^-27 is lost next to 1
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_changed_token_values():
     data = torch.full((3, 32), 1.0).to(E4M3)
     a = data, torch.tensor([[127], [120], [127]], dtype=torch.uint8).view(E8M0)
     g = data, torch.tensor([[127], [127], [100]], dtype=torch.uint8).view(E8M0)
-    for ends, changed in (([3], 32), ([2, 3], 0), ([2], 0)):  # token 2 is 2^-27 beside token 0, but alone in a group it is exact
+    for ends, changed in (([3], 32), ([2, 3], 0), ([2], 0)):  # token 2 is 2^-27 of token 0, but alone in a group it is exact
         offs = torch.tensor(ends, dtype=torch.int32)
         assert reference.changed_token_values(*g, *a, offs, reference.rebase_tokens(*g, *a, offs)) == changed
     generator = torch.Generator().manual_seed(4)

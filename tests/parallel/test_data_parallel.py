@@ -272,7 +272,7 @@ def counts_gathers(rank: int, world: int) -> None:
         assert torch.equal(net(x), plain(x))
         for parameter in (*shards, *plain.parameters()):
             parameter.mul_(0.5)
-        assert torch.equal(net(x), plain(x)), "weights changed between two evaluations are gathered anew"
+        assert torch.equal(net(x), plain(x)), "weights that changed between two evaluations are gathered again"
 
 
 def test_the_models_own_parameters_are_gathered_once_a_step() -> None:

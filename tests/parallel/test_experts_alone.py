@@ -104,7 +104,7 @@ def meshes() -> Iterator[Meshes]:
     dist.destroy_process_group()
 
 
-class Passes(TorchDispatchMode):
+class WeightSizedResults(TorchDispatchMode):
     """Records the operators that return tensors of a weight's shape."""
 
     def __init__(self, shapes: set[tuple[int, ...]]) -> None:
@@ -128,11 +128,11 @@ def test_a_step_casts_weights_and_copies_nothing(kind: str, recipe: str, casts: 
     """Each weight is cast once in forward and once in backward; its gradient only where torch's GEMM makes it in bf16."""
     net = build(meshes, recipe, kind)
     weights = weights_of(net)
-    with Passes({tuple(w.shape) for w in weights}) as passes:
+    with WeightSizedResults({tuple(w.shape) for w in weights}) as results:
         loss = objective(net, tokens_of_rank(net, 0, 1)[0], 37)
-        forward = passes.seen.copy()
+        forward = results.seen.copy()
         loss.backward()
-    made = [name for name in passes.seen if name not in ("empty", "empty_like", "zeros", "mm", "stack")]
+    made = [name for name in results.seen if name not in ("empty", "empty_like", "zeros", "mm", "stack")]
     assert forward.count("_to_copy") == len(weights)
     assert made.count("_to_copy") == casts * len(weights), made
     assert not {"copy_", "clone"} & set(made), made

@@ -119,7 +119,7 @@ def test_experts_alone() -> None:
 
 
 def test_given_choices() -> None:
-    """`fused_experts` in a checkpoint of its own, and with a product behind it."""
+    """`fused_experts` in a checkpoint of its own, and with a product after it."""
     choices, scores = torch.tensor([[0, 3], [2, 1]]).repeat(8, 1), torch.rand(16, 2)
     leaves = [torch.randn(shape).requires_grad_() for shape in ((16, D), (4, 2 * H, D), (4, D, H))]
 
