@@ -402,7 +402,7 @@ def test_an_interrupted_run_keeps_what_it_measured(monkeypatch: pytest.MonkeyPat
     assert [record["shape"] for record in json.loads((tmp_path / "rows-cpu-1.json.part").read_text())] == [{"T": 1, "D": 1}]
 
 
-def test_a_busy_host_is_told_from_a_slow_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_host_is_distinguished_from_a_slow_call(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = {"steady": [10.0, 11.0, 10.0], "starved": [40.0, 10.0, 12.6], "once": [40.0, 10.0, 10.0]}
     monkeypatch.setattr(timing_module, "host_batches_us", lambda call, device, batch: batches[call()])
     facts = timing_module.host_facts({name: partial(str, name) for name in batches}, CPU)

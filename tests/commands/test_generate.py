@@ -71,7 +71,7 @@ def test_learned_text_is_generated(of_bytes: Path, tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.endswith(out)
 
 
-def test_a_piece_is_whole_characters_and_comes_at_once(of_bytes: Path) -> None:
+def test_a_piece_has_whole_characters_and_is_printed_at_once(of_bytes: Path) -> None:
     """One token after the other; the two bytes of a character are one piece."""
     pieces = stream(GenerateConfig(of_bytes, "The caf", max_new_tokens=6, temperature=0.0, device="cpu"))
     assert next(pieces) == "The caf"
@@ -79,7 +79,7 @@ def test_a_piece_is_whole_characters_and_comes_at_once(of_bytes: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_the_same(of_bytes: Path) -> None:
+def test_a_gpu_generates_the_same_text(of_bytes: Path) -> None:
     assert "".join(stream(GenerateConfig(of_bytes, "The caf", 200, temperature=0.0, device="cuda"))) == TEXT
 
 

@@ -116,7 +116,7 @@ def test_resumes_with_and_without_a_graph(tmp_path: Path, nccl: torch.device, op
         assert len(same(ends[0], ends[-1])) == len(ends[0]), name
 
 
-def test_a_step_that_waits_for_the_gpu_says_so(tmp_path: Path, nccl: torch.device, options: dict[str, Any]) -> None:
+def test_a_graphed_step_that_waits_for_the_gpu_is_an_error(tmp_path: Path, nccl: torch.device, options: dict[str, Any]) -> None:
     run = run_of(nccl, tmp_path, **options, recipe="bf16", cuda_graph=True)
     backward = run.microbatches.backward
 

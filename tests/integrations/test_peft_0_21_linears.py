@@ -244,7 +244,7 @@ def test_a_dense_layer_below_the_rows_of_mx() -> None:
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def test_a_dense_layer_with_hooks_and_with_dropout_beside_two_adapters() -> None:
+def test_a_dense_layer_with_hooks_and_with_dropout_and_two_adapters() -> None:
     """As peft runs them: a hook sees the base's own result."""
     for hooked in (True, False):
         found, seen = [], list[Tensor]()

@@ -134,7 +134,7 @@ def test_features_that_our_models_lack_are_refused_by_name(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "q_lora_rank"])
-def test_routing_that_a_file_does_not_say(key: str, tmp_path: Path) -> None:
+def test_routing_that_a_file_does_not_specify(key: str, tmp_path: Path) -> None:
     """transformers takes the numbers of DeepSeek-V3 for them."""
     with pytest.raises(ValueError, match=f"{key} is missing, want the number that the model was trained with"):
         read_shape(write(tmp_path / "hf", {name: value for name, value in V3.items() if name != key}))

@@ -270,7 +270,7 @@ def test_a_compiled_optimizer_step() -> None:
     torch._dynamo.reset()
 
 
-def test_a_model_that_is_gone_leaves_nothing() -> None:
+def test_a_deleted_model_leaves_no_memory() -> None:
     moe, cache = make("plain")
     outputs(moe, tokens())
     gone = weakref.ref(cache)

@@ -177,7 +177,7 @@ def test_wide_rows_get_spans():
         ([100, 130, 170, 150], 127, [-27, 3, 43, 23]),  # too far apart for a base of their own
     ],
 )
-def test_spans_that_lie_near_each_other_share_the_rows_scale(tops: list[int], base: int, beside: list[int]):
+def test_spans_of_near_exponents_share_the_rows_scale(tops: list[int], base: int, beside: list[int]):
     scale = torch.tensor(tops, dtype=torch.uint8).repeat_interleave(4)[None].view(E8M0)
     data = torch.full((1, 512), 448.0).to(E4M3)
     rows = reference.rebase_rows(data, scale, MAX_SPREAD["auto"])

@@ -491,7 +491,7 @@ def gradients_that_are_asked_for(rank: int, world: int) -> None:
         torch.testing.assert_close(parameter.grad, 2 * grad)
 
 
-def test_ddp_leaves_gradients_alone_that_are_only_asked_for() -> None:
+def test_ddp_does_not_change_gradients_of_autograd_grad() -> None:
     run_ranks(gradients_that_are_asked_for, 2)
 
 

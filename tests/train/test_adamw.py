@@ -244,7 +244,7 @@ def test_positions_of_shards_are_found_once(one_rank: None, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)
-def test_a_skipped_step_leaves_everything(precision: StatePrecision) -> None:
+def test_a_skipped_step_changes_nothing(precision: StatePrecision) -> None:
     parameters = parameters_of(precision.torch_dtype)
     optimizer = optimizer_of(parameters, precision)
     stepped(parameters, optimizer, range(2))

@@ -156,7 +156,7 @@ def saves_after_a_disk_that_stood_still(rank: int, world: int, folder: str) -> N
                 writer.wait()
 
 
-def test_a_disk_that_stands_still_costs_one_checkpoint_and_not_all_later_ones(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_costs_one_checkpoint_and_not_all_later_ones(tmp_path: Path) -> None:
     run_ranks(saves_after_a_disk_that_stood_still, 2, str(tmp_path))
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"step_0000000{step}" for step in (1, 3, 5)]
 

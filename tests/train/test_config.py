@@ -71,7 +71,7 @@ DAMAGED = {
 }
 
 
-def test_saved_options_come_back(tmp_path: Path) -> None:
+def test_saved_options_are_loaded(tmp_path: Path) -> None:
     config = TrainConfig(data=("a", "b"), out=tmp_path, steps=7, resume=True, stop_after=3)
     save_config(config, tmp_path)
     assert load_config(tmp_path) == dataclasses.replace(config, resume=False, stop_after=None)

@@ -53,7 +53,7 @@ def test_repeated_lists_with_commas_defaults_and_config_files(tmp_path: Path) ->
     assert read_options(["--steps", "3", "--steps", "4"]).steps == 4
 
 
-def test_no_name_stands_for_two_options() -> None:
+def test_no_name_belongs_to_two_options() -> None:
     names = option_names()
     assert set(names.values()) == {field.name for field in dataclasses.fields(TrainConfig)} - {"shape"}  # kept by a run, never given
     for argv in (["--shape", "{}"], ["--shape={}"]):
@@ -243,7 +243,7 @@ def test_a_resumed_run_takes_toml_before_its_own_settings(tmp_path: Path, monkey
         ({"tp": 0}, "--tp=0, want more than 0"),
     ],
 )
-def test_features_that_do_not_exist_are_refused(options: dict, message: str) -> None:
+def test_unsupported_values_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError) as error:
         TrainConfig(**options)
     assert message in str(error.value)
@@ -345,7 +345,7 @@ def test_an_option_without_effect_is_named(given: dict[str, object], with_effect
         ({"balance_loss_type": "global_aux_loss"}, {"balance_loss_type": "aux_loss"}, "want a --balance-loss above 0"),
     ],
 )
-def test_options_for_steps_that_never_come_are_refused(given: dict[str, Any], used: dict[str, Any], message: str) -> None:
+def test_options_that_a_run_never_uses_are_refused(given: dict[str, Any], used: dict[str, Any], message: str) -> None:
     """Saved by a resumed run it is printed instead; only the trace is asked for at each start."""
     with pytest.raises(ValueError, match=message):
         resolve(TrainConfig(**given), "cpu", 1)

@@ -158,7 +158,7 @@ def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: 
     assert {"held_out/loss", "step/dead_experts", "numerics/layers.1.moe/rows/zeros"} <= set(board.Tags()["scalars"])
 
 
-def test_a_run_stopped_where_it_would_evaluate_does_so_when_it_goes_on(
+def test_a_run_that_stopped_before_an_evaluation_evaluates_when_it_resumes(
     tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped() -> StopRequest:

@@ -62,7 +62,7 @@ def test_damaged_compression(damage, tmp_path: Path) -> None:
         read_documents([str(path)])
 
 
-def test_a_name_of_nothing_is_not_the_folder_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As --data "$TEXTS" gives where the shell knows no such variable."""
     (tmp_path / "a.txt").write_text("one")
     monkeypatch.chdir(tmp_path)
