@@ -113,4 +113,4 @@ def test_memory_is_released_when_every_device_is_done(monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join(30)
     assert events[:9] == ["done"] * 3 + ["released"] * 6
-    assert sorted(events[9:]) == ["returned"] * 3 + ["checked"] * 3
+    assert sorted(events[9:]) == ["checked"] * 3 + ["returned"] * 3
