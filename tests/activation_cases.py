@@ -1,4 +1,4 @@
-"""Every activation, and inputs that go wrong when something is careless: ends of exp's range, NaN, Inf, zero blocks, views."""
+"""Every activation, and difficult inputs: ends of exp's range, NaN, Inf, zero blocks, views."""
 
 from __future__ import annotations
 

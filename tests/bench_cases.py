@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share: a fast clock on a CPU, and the schema of a record."""
+"""Shared by the tests of benchmarks: a fast clock on a CPU, and the schema of a record."""
 
 from __future__ import annotations
 

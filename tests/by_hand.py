@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 
 
 class Context(FunctionCtx):
-    """What the engine hands to both: torch's own methods, and the attributes that only the engine's node has."""
+    """The context of forward and backward: torch's own methods, and the attributes that only the engine's node has."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -24,7 +24,7 @@ class Context(FunctionCtx):
 
 
 class ByHand:
-    """Takes the place of the function where `apply` is called. Threads do not see each other's calls."""
+    """Replaces the function where `apply` is called. Each thread has calls of its own."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self._function: Any = function
@@ -38,7 +38,7 @@ class ByHand:
         return outputs
 
     def backward_of_last(self) -> Callable[..., tuple]:
-        """Backward of this thread's last `apply`, from gradients to gradients. It can be called once, and lets go of what was saved."""
+        """Backward of this thread's last `apply`, from gradients to gradients. It can be called once, and frees the saved tensors."""
         ctx = self._last.ctx
         del self._last.ctx
 

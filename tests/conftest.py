@@ -1,4 +1,4 @@
-"""What every test needs: GPU tests skip with a reason where there is no GPU, checking mode is on, and outputs can be poisoned."""
+"""Fixtures and hooks of all tests: GPU tests are skipped with a reason without a GPU, checking mode is on, outputs can be poisoned."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """What a large test leaves in torch's cache is given back: other processes test on the same GPU."""
+    """Empties torch's cache after a large test: other processes run tests on the same GPU."""
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
         torch.cuda.empty_cache()
 

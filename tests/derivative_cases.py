@@ -166,7 +166,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "loss": lambda: Case((leaf(ROWS, D), leaf(50, D)), lambda x, w: linear_cross_entropy(x, w, torch.arange(ROWS) % 50)),
 }
 
-# Functions of a group's name that take another way over symmetric memory.
+# Functions of a group's name that take another path over symmetric memory.
 SYMMETRIC: dict[str, Callable[[str], Case]] = {
     "ep_grouped_mm": _ep_grouped_mm,
     "mxfp8_on_device_all_to_all_v": _on_device,

@@ -1,6 +1,6 @@
 """A process that imports this is killed by the kernel when the thread that started it ends, also if it is stopped or waits for a GPU.
 
-A rank that a killed test leaves behind would keep its GPU, and slow down whatever runs there later.
+Otherwise a rank of a killed test would keep its GPU, and slow down later tests there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of logits with labels for the tests of the cross-entropy kernel, and what float64 makes of them."""
+"""Rows of logits with labels for the tests of the cross-entropy kernel, and their float64 results."""
 
 from __future__ import annotations
 

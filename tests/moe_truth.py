@@ -77,7 +77,7 @@ def truth(moe: MoE, x: Tensor, dy: Tensor, experts: Tensor) -> dict[str, Tensor]
 
 
 def walk(moe: MoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """The same of a layer as it is."""
+    """The same results from a layer itself."""
     x = x.detach().requires_grad_()
     y = moe(x)
     grads = torch.autograd.grad(y, [x, *moe.parameters()], dy)

@@ -1,4 +1,4 @@
-"""Inputs that a quantiser can get wrong, and the comparison by bytes."""
+"""Difficult inputs of a quantiser, and the comparison by bytes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def assert_same_bytes(got: torch.Tensor, want: torch.Tensor, what: str = "") -> 
 
 
 def packed_views(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same MX rows as row-strided views into packed records, as they come out of an exchange."""
+    """The same MX rows as row-strided views into packed records, as an exchange returns them."""
     rows, width = qdata.shape
     record = (width + width // 32 + 15) // 16 * 16
     records = torch.full((rows, record), 0xA5, dtype=torch.uint8, device=qdata.device)

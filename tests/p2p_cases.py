@@ -1,4 +1,4 @@
-"""Rows scattered into memory of virtual ranks: what is sent, poisoned memory, and where every byte must be, by a loop over rows."""
+"""Rows scattered into memory of virtual ranks: inputs, poisoned memory, and the expected bytes by a loop over rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mxep import reference
 from mxep.ops.rows.reference import add_chunk_rows
 
 _POISON = 0xFF
-_MARGIN = 128  # bytes before and behind a rank's memory that nobody may touch
+_MARGIN = 128  # bytes before and after a rank's memory that must not be written
 
 
 class Memory:
@@ -25,7 +25,7 @@ class Memory:
         self.addresses = [memory.data_ptr() + _MARGIN + skew for memory in self.whole]
 
     def put(self, rank: int, slot: int, row: torch.Tensor) -> None:
-        """The bytes of one row, as they must lie."""
+        """Writes the expected bytes of one row."""
         first = _MARGIN + self.skew + slot * self.pitch
         self.whole[rank][first : first + row.numel()] = row.to(self.whole[rank].device)
 
@@ -60,7 +60,7 @@ def values(count: int, width: int, dtype: torch.dtype, seed: int = 0, bad: bool 
 
 
 def to_some_ranks(count: int, width: int, world: int, dtype: torch.dtype, seed: int = 0) -> Scatter:
-    """A slot or none on every rank: column j is rank j's."""
+    """A slot or none on every rank: column j belongs to rank j."""
     num_slots = count + 3
     slots = torch.stack([torch.randperm(num_slots, generator=generator(seed + j))[:count] for j in range(world)], 1).int()
     slots[torch.rand(count, world, generator=generator(seed)) < 0.4] = -1
@@ -68,7 +68,7 @@ def to_some_ranks(count: int, width: int, world: int, dtype: torch.dtype, seed: 
 
 
 def to_named_ranks(count: int, width: int, world: int, choices: int, dtype: torch.dtype, seed: int = 0) -> Scatter:
-    """`choices` slots of each row on ranks of its own choice, also several on one; some lines have none."""
+    """`choices` slots of each row on any ranks, also several on one rank; some rows have none."""
     num_slots = count * choices
     slots = torch.randperm(num_slots, generator=generator(seed)).view(count, choices).int()
     slots[torch.rand(count, choices, generator=generator(seed)) < 0.2] = -1
@@ -92,9 +92,9 @@ def expect_rows(scatter: Scatter, mode: str, pitch: int, skew: int = 0) -> Memor
 def sums(
     world: int, region: int, choices: int, num_slots: int, width: int, dtype: torch.dtype, bad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """expert_rows (P, D) and slots (W * region, J), a third of which is -1, and every fifth line altogether.
+    """expert_rows (P, D) and slots (W * region, J), a third of which is -1; every fifth line is -1 throughout.
 
-    `bad`: with NaN and Inf, for records: which NaN a sum is differs between machines.
+    `bad`: with NaN and Inf, for records only: the bits of a NaN sum differ between machines.
     """
     slots = torch.randint(0, max(num_slots, 1), (world * region, choices), generator=generator(3), dtype=torch.int32)
     slots[torch.rand(slots.shape, generator=generator(4)) < 0.33] = -1
@@ -103,24 +103,24 @@ def sums(
 
 
 def sums_of_expert_rows(count: int, choices: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """slots (count, choices) of which none is there twice, and the sum in each place (P,), -1 in a fifth of them.
+    """Distinct slots (count, choices), and the sum that each expert row belongs to (P,), -1 for a fifth of them.
 
-    Every seventh sum has no slot; the others' come in any order.
+    Every seventh sum has no slot; the others' slots are in random order.
     """
     sums = torch.arange(count)[torch.arange(count) % 7 != 3].repeat_interleave(choices)
-    homes = torch.arange(count * choices)[(torch.arange(count) % 7 != 3).repeat_interleave(choices)]
+    slot_of_choice = torch.arange(count * choices)[(torch.arange(count) % 7 != 3).repeat_interleave(choices)]
     chosen = torch.randperm(len(sums), generator=generator(6))[: num_slots * 4 // 5]
     rows = torch.randperm(num_slots, generator=generator(7))[: len(chosen)]
     slots = torch.full((count * choices,), -1, dtype=torch.int32)
     row_map = torch.full((num_slots,), -1, dtype=torch.int32)
-    slots[homes[chosen]], row_map[rows] = rows.int(), sums[chosen].int()
+    slots[slot_of_choice[chosen]], row_map[rows] = rows.int(), sums[chosen].int()
     return slots.view(count, choices), row_map
 
 
 def sums_in_chunks(
     expert_rows: torch.Tensor, slots: torch.Tensor, cuts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The last chunk's rows, the chunk, and what the chunks before it have made of the sums; cuts: where chunks begin."""
+    """The last chunk's rows, its bounds, and the partial sums of the chunks before it; cuts: where chunks begin."""
     partial_sums = torch.full((slots.shape[0], expert_rows.shape[1]), torch.nan, dtype=expert_rows.dtype)
     carry = torch.full(partial_sums.shape, 77, dtype=torch.int16) if expert_rows.dtype == torch.bfloat16 else None
     bounds = [*cuts, expert_rows.shape[0]]

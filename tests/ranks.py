@@ -1,4 +1,4 @@
-"""`run_ranks`: run one function on several ranks of this machine, and raise here what failed there."""
+"""`run_ranks`: run one function on several ranks of this machine, and raise their first error here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router's choice must be, however it breaks ties, in the reference and in the kernel; and how near its gradient is."""
+"""Checks of a router's choice, however ties are broken, for the reference and the kernel; and of its gradient."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_gradient(given: Call, how: tuple[Any, ...], got: torch.Tensor, want: t
 
 
 def check_nan(call: Call, got: tuple[torch.Tensor, ...], token: int) -> None:
-    """A token of NaN has C experts and no weight, and harms nobody else."""
+    """A token of NaN has C experts and no weight, and changes no other token."""
     weights, experts, counts, *_ = got
     assert bool((experts.diff(dim=1) > 0).all())
     assert bool(((experts >= 0) & (experts < call[0].shape[1])).all())

@@ -21,7 +21,7 @@ NEAR = {"hp": 2e-5, "mxfp8_wgrad_with_hp": 0.15, "mxfp8_wgrad_with_mx": 0.2}  # 
 
 
 def near(recipe: str, tokens: int) -> float:
-    """Of few tokens the sum over choices, or another product, may nearly cancel, while MXFP8's rounding stays."""
+    """With few tokens the sum over choices, or another product, may nearly cancel, but not MXFP8's rounding error."""
     return NEAR[recipe] * (1.0 if recipe == "hp" else 1.0 + 4.0 / max(tokens, 1) ** 0.5)
 
 

@@ -1,4 +1,4 @@
-"""A small `Trainer`, its steps one at a time, its state, what its metrics say of them, and a recorder of steps that needs no GPU."""
+"""A small `Trainer`, its steps one at a time, its state, its metrics, and a recorder of steps that needs no GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trainer(rank: int, world: int, out: str, from_state: int = 0, **options: obj
 
 
 def done(run: Trainer) -> StepRecord:
-    """A step and what it came to."""
+    """A step and its results."""
     return run.finish(run.step())
 
 

@@ -1,4 +1,4 @@
-"""Recomputation and torch.compile of blocks: gradients bit for bit those of the plain block, and what runs twice."""
+"""Recomputation and torch.compile of blocks: gradients bit for bit those of the plain block, and operators that run twice."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gradients(block: Block, counting: bool = True) -> tuple[list[Tensor], Counte
     return [x.grad, *(p.grad for p in block.parameters())], count.calls
 
 
-def test_what_backward_runs_again() -> None:
+def test_operators_that_recomputation_runs_again() -> None:
     want, plain = gradients(Block())
     calls = {}
     for mode in ("selective", "full"):
@@ -87,8 +87,8 @@ def exchanged(mode: str, fused: bool, world: int) -> tuple[list[int], list[int],
 
 
 def check_exchanges(rank: int, world: int) -> None:
-    """What is sent again by full recomputation: all but the outputs of a fused layer; by selective: the blocks' E counts of rows, which
-    their plan reads on the host; by keep_moe: nothing."""
+    """Exchanges that recomputation repeats. Full: all but the outputs of a fused layer. Selective: the blocks' E counts of rows, which
+    their plan reads on the host. keep_moe: none."""
     for fused, counts in ((False, [4 * 8]), (True, [])):
         forward, backward, want = exchanged("none", fused, world)
         assert len(forward) >= 3, "counts, tokens and outputs"
@@ -100,7 +100,7 @@ def check_exchanges(rank: int, world: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), f"{mode}, fused={fused}"
 
 
-def test_what_travels_again() -> None:
+def test_exchanges_that_recomputation_repeats() -> None:
     run_ranks(check_exchanges, 2)
 
 

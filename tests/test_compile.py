@@ -1,4 +1,4 @@
-"""The five blocks under torch.compile (aot_eager, CPU): what runs, with the numbers of eager bit for bit, and which border is refused."""
+"""The five blocks under torch.compile (aot_eager, CPU): supported graphs with the bits of eager, and graph breaks that are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Chain = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def refused() -> Any:
-    """The border's message, as it is or, where the compiler meets the tensor, inside the compiler's error."""
+    """The message about the graph break, by itself or inside the compiler's error."""
     errors = (ValueError, torch._dynamo.exc.InternalTorchDynamoError)
     return pytest.raises(errors, match=r"(?s)an MX tensor of shape .*left a compiled graph.*one graph.*torch\.compiler\.disable")
 
@@ -76,19 +76,19 @@ def scored(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return combine(y) + combine(y) * 0.5 + torch.cat([mx, mx[:, : N - D]], 1) * 3.0
 
 
-def broken_after(stop: str) -> Chain:
+def with_break_after(block: str) -> Chain:
     def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         mx = dispatch(x)
-        if stop == "dispatch":
+        if block == "dispatch":
             graph_break()
         shape, rows, row_map, _, offs = permute(mx)
-        if stop == "permute":
+        if block == "permute":
             graph_break()
         y = gemm(rows, w, offs)
-        if stop == "gemm":
+        if block == "gemm":
             graph_break()
         y = unpermute(y, row_map, shape)
-        if stop == "unpermute":
+        if block == "unpermute":
             graph_break()
         return combine(y)
 
@@ -113,7 +113,7 @@ def movers_eager_too(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def with_only(gemm_like: Callable = gemm, combine_like: Callable = combine, unpermute_like: Callable = unpermute) -> Chain:
-    """Eager but for the given stops."""
+    """Eager except for the given blocks."""
 
     def mixed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         shape, rows, row_map, _, offs = permute(dispatch(x))
@@ -135,8 +135,8 @@ CASES: dict[str, tuple[Callable[[], Chain], Chain, str | None]] = {
     "only the GEMM compiled": (lambda: with_only(compiled(gemm, True)), chain, None),
     "only combine compiled": (lambda: with_only(combine_like=compiled(combine, True)), chain, "Tensor"),
     "only unpermute compiled": (lambda: with_only(unpermute_like=compiled(unpermute, True)), chain, None),
-    "a break after the GEMM": (lambda: compiled(broken_after("gemm")), chain, None),
-    "a break after unpermute": (lambda: compiled(broken_after("unpermute")), chain, None),
+    "a break after the GEMM": (lambda: compiled(with_break_after("gemm")), chain, None),
+    "a break after unpermute": (lambda: compiled(with_break_after("unpermute")), chain, None),
 }
 
 
@@ -219,13 +219,13 @@ def test_no_mx_gradient_reaches_an_input_of_a_graph(name: str, saw: list[str]) -
     assert_runs_like(compiled(movers_alone, True), movers_alone, torch.float32)
 
 
-@pytest.mark.parametrize("stop", ["dispatch", "permute"])
-def test_a_break_that_mx_cannot_cross_ends_in_our_message(stop: str, saw: list[str]) -> None:
+@pytest.mark.parametrize("block", ["dispatch", "permute"])
+def test_a_graph_break_that_mx_cannot_cross_raises_our_message(block: str, saw: list[str]) -> None:
     with refused():
-        run(compiled(broken_after(stop)), torch.float32)
+        run(compiled(with_break_after(block)), torch.float32)
 
 
-def test_a_compiled_producer_alone_ends_in_our_message(saw: list[str]) -> None:
+def test_a_compiled_producer_with_an_eager_consumer_raises_our_message(saw: list[str]) -> None:
     plan = ExchangePlan.from_counts(COUNTS, dist.group.WORLD)
     consumers: dict[str, Callable] = {
         "permute": permute,
@@ -244,11 +244,11 @@ def test_a_compiled_producer_alone_ends_in_our_message(saw: list[str]) -> None:
             pytest.fail(name)
 
 
-def test_without_gradients_every_border_works(saw: list[str]) -> None:
+def test_without_gradients_every_graph_break_works(saw: list[str]) -> None:
     x, w = torch.randn(ROWS, D, requires_grad=True), torch.randn(L, N, D, requires_grad=True)
-    for stop in ("dispatch", "permute", "gemm"):
+    for block in ("dispatch", "permute", "gemm"):
         with torch.no_grad():
-            assert_same(compiled(broken_after(stop))(x, w), chain(x, w))
+            assert_same(compiled(with_break_after(block))(x, w), chain(x, w))
 
 
 def test_other_exchanges_in_one_graph(saw: list[str]) -> None:
@@ -304,7 +304,7 @@ def on_ranks(rank: int, world: int) -> None:
                 with Calls() as calls:
                     out = function(x, weight, case.received(rank), case.sent(rank), case.rank_major(rank), group)
                     out.square().sum().backward()
-                assert len(calls) == 4, "one exchange per stop and direction"
+                assert len(calls) == 4, "one exchange per block and direction"
                 results.append([out.detach(), x.grad, weight.grad])
             for name, got, want in zip(("out", "dx", "dw"), *results, strict=True):
                 assert_same(got, want, f"{kind} {name}")

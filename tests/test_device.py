@@ -1,4 +1,4 @@
-"""GEMM paths by device: what runs, and what a request for another one says. GPUs are mocked here, and marked so."""
+"""GEMM paths by device: available paths, and errors for others. GPUs are mocked here, and the tests are named so."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_mocked_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-def test_a_gpu_without_a_compiler_says_so(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every path has kernels beside its GEMMs that are compiled at run time."""
+def test_a_gpu_without_a_compiler_is_an_error(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every path has kernels besides its GEMMs that are compiled at run time."""
     monkeypatch.setattr(device, "compute_capability", lambda index: capability)
     monkeypatch.setattr(device, "compiler_problem", lambda: "nvrtc: not found (test)")
     for path in ("auto", "emulated", "exact", *(["fp8"] if capability == (9, 0) else [])):
@@ -116,7 +116,7 @@ def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_poisoned_memory_is_on_the_default_device(request: pytest.FixtureRequest) -> None:
-    """torch caches the functions that obey the default device; the fixture must not be what it finds in the place of `torch.empty`."""
+    """torch caches the functions that obey the default device; it must not cache the fixture instead of `torch.empty`."""
     torch.utils._device._device_constructors.cache_clear()
     request.getfixturevalue("poison")
     with torch.device("meta"):

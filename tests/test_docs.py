@@ -36,7 +36,7 @@ NEEDS = {"lora.md": "peft", "sft.md": "trl", "dpo.md": "trl"}  # development too
 
 @pytest.fixture
 def group_ends() -> Iterator[None]:
-    """Whatever process group a page made is gone after."""
+    """Destroys a process group that a page has made."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -61,7 +61,7 @@ def test_python_blocks_run(page: Path, group_ends: None, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if not re.match(r"[a-z]+:", target):
             assert (page.parent / target).exists(), f"{page.name}: no file {target}"
@@ -273,7 +273,7 @@ REFUSED = [  # in the order of the table; its last row is a case of tests/test_c
 ]
 
 
-def test_what_is_refused_is_refused(group_ends: None) -> None:
+def test_refused_code_is_refused(group_ends: None) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = table(MIGRATION, "what", "why")
     assert len(rows) == len(REFUSED) + 1

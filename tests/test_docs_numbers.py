@@ -45,7 +45,7 @@ def test_dataflow_tables_and_picture_are_computed() -> None:
         assert 0 <= a.box[0] < a.box[2] <= picture.width, f"{a.text!r} leaves the picture"
         for b in picture.texts[:i]:
             apart = a.box[0] >= b.box[2] or b.box[0] >= a.box[2] or a.box[1] >= b.box[3] or b.box[1] >= a.box[3]
-            assert apart, f"dataflow.svg: {a.text!r} lies over {b.text!r}"
+            assert apart, f"dataflow.svg: {a.text!r} overlaps {b.text!r}"
 
 
 def test_dataflow_prose_quotes_computed_numbers() -> None:
@@ -65,7 +65,7 @@ def test_dataflow_prose_quotes_computed_numbers() -> None:
 
 
 class Experts(TorchDispatchMode):
-    """What lies inside of the experts' one function: gate and up, h, and their gradients, as its SwiGLU operators see them."""
+    """Intermediate tensors of the experts' function: gate and up, h, and their gradients, from its SwiGLU operators."""
 
     def __init__(self) -> None:
         super().__init__()

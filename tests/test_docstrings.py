@@ -92,7 +92,7 @@ def test_example_runs(name: str, one_rank: None) -> None:
         pytest.importorskip("transformers", minversion="5.23")
         if "peft" in name:
             pytest.importorskip("peft")
-        importlib.import_module(name.rpartition(".")[0])  # with whatever the libraries warn of
+        importlib.import_module(name.rpartition(".")[0])  # with any warnings of the libraries
     said: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)

@@ -1,4 +1,4 @@
-"""docs/extending.md is true: its files and names exist, and one small thing of each kind is added through the places that it lists."""
+"""docs/extending.md is right: its files and names exist, and one small extension of each kind is added in the files that it lists."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ INFINITE = float("inf")
 
 @pytest.mark.parametrize("field", [field.name for field in fields(MoEConfig)])
 @pytest.mark.parametrize("wrong", [float("nan"), INFINITE, -INFINITE, [], object(), 1j])
-def test_no_field_of_a_layer_takes_it(field: str, wrong: Any) -> None:
+def test_values_that_no_field_of_a_layer_accepts(field: str, wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"MoEConfig: {field}="):
         replace(WHOLE, **{field: wrong})
 
@@ -76,7 +76,7 @@ def test_forms_of_swiglu(wrong: Any) -> None:
             SwiGLU(wrong)
 
 
-def test_what_will_do() -> None:
+def test_values_that_are_accepted() -> None:
     assert replace(WHOLE, route_scale=2, num_shared_experts=np.int64(1), z_loss=np.float32(0.5)).route_scale == 2
 
     @dataclass

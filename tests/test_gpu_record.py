@@ -1,4 +1,4 @@
-"""`pytest --gpu-record` writes what a whole run found: no worker's share of it, and nothing of a run that was ended early."""
+"""`pytest --gpu-record` records whole runs: not the part of a worker, and not a run that was ended early."""
 
 from __future__ import annotations
 

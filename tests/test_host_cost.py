@@ -1,4 +1,4 @@
-"""What a call costs the host, counted and not timed: torch operators and Python function calls stay within budgets.
+"""The host cost of a call, counted and not timed: torch operators and Python function calls stay within budgets.
 
 `tests/programs/host_cost.py` runs the launchers of a Hopper GPU with a driver that does nothing.  The budgets are a few per cent above the
 counts of 28 November 2026 (torch 2.11), of calls that are replayed where they can be; a change that needs more says so here, a change

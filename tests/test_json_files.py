@@ -1,4 +1,4 @@
-"""Untrusted JSON: whatever is in the file, the end is the object or a ValueError that names it."""
+"""Untrusted JSON: for any content of the file the result is the object, or a ValueError that names the file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_damage_names_the_file(name: str, tmp_path: Path) -> None:
     assert str(error.value).startswith(f"resume: {path}")
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_paths_that_are_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
     (tmp_path / "folder").mkdir()
     for name, reason in (("pipe", "no regular file"), ("folder", "no regular file"), ("nothing", "No such file")):
@@ -48,7 +48,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         assert str(tmp_path / name) in str(error.value)
 
 
-def test_what_is_right_is_read(tmp_path: Path) -> None:
+def test_valid_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "small.json"
     path.write_text('{"a": [1, 2.5, "\\ud83d\\ude00"], "model_max_length": 1000000000000000019884624838656, "n": null}')
     wanted = {"a": [1, 2.5, "\U0001f600"], "model_max_length": 1000000000000000019884624838656, "n": None}

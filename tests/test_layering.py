@@ -13,7 +13,7 @@ import torch
 
 SOURCE = Path(__file__).parent.parent / "src" / "mxep"
 
-# Rooms in order; a room may import rooms of earlier rows, and its own.
+# Packages and modules in order; each may import those of earlier rows, and itself.
 ORDER = [
     {"shapes", "deprecation"},
     {"field_types"},
@@ -37,18 +37,18 @@ ORDER = [
     {"cli"},
     {"__main__"},
 ]
-FACADES = {Path("__init__.py"), Path("moe/__init__.py")}  # they load what they name when it is first used
-ROW = {room: row for row, rooms in enumerate(ORDER) for room in rooms}
+FACADES = {Path("__init__.py"), Path("moe/__init__.py")}  # their names are loaded at first use
+ROW = {package: row for row, packages in enumerate(ORDER) for package in packages}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     first = path.relative_to(SOURCE).parts[0]
     return first.removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms: set[str] = set()
+def imported_packages(path: Path) -> set[str]:
+    packages: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -56,24 +56,24 @@ def imported_rooms(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import of {node.module}, want absolute"
             names = [f"mxep.{alias.name}" for alias in node.names] if node.module == "mxep" else [node.module]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("mxep.")}
-    return rooms
+        packages |= {name.split(".")[1] for name in names if name.startswith("mxep.")}
+    return packages
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_one_way(path: Path) -> None:
     if path.relative_to(SOURCE) in FACADES:
         return
-    room = room_of(path)
-    assert room in ROW, f"{path}: room {room!r} has no place in ORDER"
-    for other in imported_rooms(path):
-        assert other == room or ROW[other] < ROW[room], f"{path} imports mxep.{other}, which is not below mxep.{room}"
+    package = package_of(path)
+    assert package in ROW, f"{path}: {package!r} is not in ORDER"
+    for other in imported_packages(path):
+        assert other == package or ROW[other] < ROW[package], f"{path} imports mxep.{other}, which is not below mxep.{package}"
 
 
-def test_the_check_sees_a_wrong_import(tmp_path: Path) -> None:
+def test_the_check_finds_a_wrong_import(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("from mxep.moe import layer\nimport mxep.cli\nfrom mxep import train\n")
-    assert imported_rooms(file) == {"moe", "cli", "train"}
+    assert imported_packages(file) == {"moe", "cli", "train"}
 
 
 def imported_files(path: Path, files: dict[str, Path]) -> set[str]:
@@ -92,8 +92,8 @@ def imported_files(path: Path, files: dict[str, Path]) -> set[str]:
     return found
 
 
-def circles(source: Path) -> list[list[str]]:
-    """Circles among the files of a package, facades aside: each as its modules in the order in which they import each other."""
+def import_cycles(source: Path) -> list[list[str]]:
+    """Import cycles among the files of a package, without facades: the modules of each in the order in which they import each other."""
     files = {".".join((source.name, *path.relative_to(source).with_suffix("").parts)).removesuffix(".__init__"): path
              for path in source.rglob("*.py") if path.relative_to(source) not in FACADES}  # fmt: skip
     imports = {name: imported_files(path, files) - {name} for name, path in files.items()}
@@ -113,22 +113,22 @@ def circles(source: Path) -> list[list[str]]:
     return found
 
 
-def test_no_circle_of_imports_between_files() -> None:
-    assert circles(SOURCE) == []
+def test_no_import_cycle_between_files() -> None:
+    assert import_cycles(SOURCE) == []
 
 
-def test_the_check_sees_a_planted_circle(tmp_path: Path) -> None:
-    room = tmp_path / "pack" / "room"
-    room.mkdir(parents=True)
-    (tmp_path / "pack" / "__init__.py").write_text("from pack.room import a\n")  # a facade
-    (room / "__init__.py").write_text("from pack.room.d import D\n")
-    (room / "a.py").write_text("def lazy():\n    from pack.room.b import x\n")
-    (room / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pack.room import c\n")
-    (room / "c.py").write_text("import pack.room.a\n")
-    (room / "d.py").write_text("import os\n")
-    assert circles(tmp_path / "pack") == [["pack.room.a", "pack.room.b", "pack.room.c"]]
-    (room / "d.py").write_text("import pack.room\n")
-    assert ["pack.room", "pack.room.d"] in circles(tmp_path / "pack")
+def test_the_check_finds_a_planted_cycle(tmp_path: Path) -> None:
+    part = tmp_path / "pack" / "part"
+    part.mkdir(parents=True)
+    (tmp_path / "pack" / "__init__.py").write_text("from pack.part import a\n")  # a facade
+    (part / "__init__.py").write_text("from pack.part.d import D\n")
+    (part / "a.py").write_text("def lazy():\n    from pack.part.b import x\n")
+    (part / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pack.part import c\n")
+    (part / "c.py").write_text("import pack.part.a\n")
+    (part / "d.py").write_text("import os\n")
+    assert import_cycles(tmp_path / "pack") == [["pack.part.a", "pack.part.b", "pack.part.c"]]
+    (part / "d.py").write_text("import pack.part\n")
+    assert ["pack.part", "pack.part.d"] in import_cycles(tmp_path / "pack")
 
 
 def test_only_device_asks_the_hardware() -> None:
@@ -144,7 +144,7 @@ def public_functions(module) -> dict[str, inspect.Signature]:
     return {name: inspect.signature(getattr(module, name)) for name in module.__all__}
 
 
-def test_kernels_and_twins() -> None:
+def test_kernels_and_references() -> None:
     from mxep import reference
     from mxep.operators import OPERATORS
     from mxep.ops import kernels
@@ -170,7 +170,7 @@ def test_import_is_light() -> None:
 
 
 @pytest.mark.parametrize("name", ["parallel.parallelize_moe", "moe.saved_bytes", "device.available_gemm_paths", "comm.set_transport"])
-def test_modules_need_no_import_of_their_own(name: str) -> None:
+def test_modules_are_attributes_of_the_package(name: str) -> None:
     """In a fresh process: pages name them as mxep.MODULE.NAME."""
     subprocess.run([sys.executable, "-c", f"import mxep; mxep.{name}"], check=True, timeout=120)
 

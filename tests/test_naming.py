@@ -1,4 +1,4 @@
-"""One name, one thing: no two classes in `src` share a name, and source files share a stem only where the folder gives it its meaning."""
+"""Unique names: no two classes in `src` share a name, and source files share a stem only if the folder gives it its meaning."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def test_files_of_one_stem_mean_the_same() -> None:
     assert {stem: files for stem, files in shared(stems()).items() if stem not in STEMS_OF_FOLDERS} == {}
 
 
-def test_nothing_is_excused_for_nothing() -> None:
-    """An exception whose reason is gone goes too."""
+def test_every_exception_is_needed() -> None:
+    """An exception without a reason has to be removed."""
     assert set(STEMS_OF_FOLDERS) <= set(shared(stems()))

@@ -1,4 +1,4 @@
-"""The registered operators: each returns what its fake form promises (shape, dtype, strides), writes as its schema says, aliases none."""
+"""The registered operators: results have shape, dtype and strides of their fakes, writes follow the schema, nothing aliases an input."""
 
 from __future__ import annotations
 
@@ -407,7 +407,7 @@ def operator_and_calls(name: str) -> tuple[Any, list[tuple[tuple, dict]]]:
 
 
 def with_its_fake(operator: Any, arguments: Sequence[object], options: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(result, what its fake form promises) of each result of a call."""
+    """(result, result of the fake) for each result of a call."""
     out = operator(*arguments, **options)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         faked = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in (*arguments, *options.values())]
@@ -417,7 +417,7 @@ def with_its_fake(operator: Any, arguments: Sequence[object], options: dict) -> 
 
 
 @pytest.mark.parametrize("name", OVERLOADS)
-def test_like_its_fake_form(name: str) -> None:
+def test_results_are_those_of_the_fake(name: str) -> None:
     operator, calls = operator_and_calls(name)
     for arguments, options in calls:
         inputs = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
@@ -443,7 +443,7 @@ def column_major(value: object) -> object:
 
 
 @pytest.mark.parametrize("name", OVERLOADS)
-def test_like_its_fake_form_with_operands_of_other_strides(name: str) -> None:
+def test_results_are_those_of_the_fake_for_other_strides(name: str) -> None:
     """A compiled graph goes by the fake's strides. Operands that an operator refuses do not count."""
     operator, calls = operator_and_calls(name)
     for arguments, options in calls:
@@ -459,7 +459,7 @@ def test_like_its_fake_form_with_operands_of_other_strides(name: str) -> None:
 
 
 def _dispatched(call: Callable[[], object]) -> int:
-    """How many of this package's operators a call hands to torch's dispatcher."""
+    """How many of this package's operators a call passes to torch's dispatcher."""
     packet = torch._ops.OpOverloadPacket
 
     def ours(frame: FrameType) -> bool:
@@ -474,7 +474,7 @@ class _Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_direct_calls_enter_the_dispatcher_only_where_it_has_something_to_do() -> None:
+def test_direct_calls_enter_the_dispatcher_only_if_needed() -> None:
     x = torch.randn(4, 64)
     want = torch.ops.mxep.quantize(x, "rceil")
     assert _dispatched(lambda: direct.quantize(x, "rceil")) == 0

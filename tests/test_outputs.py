@@ -90,7 +90,7 @@ def test_outputs_are_no_views(layer: str, recipe: str, lead: tuple[int, ...]) ->
     assert x.grad is not None
 
 
-def test_rows_get_their_dimensions_back() -> None:
+def test_leading_dimensions_are_restored() -> None:
     rows = torch.randn(6, 4, requires_grad=True)
     made = rows * 2
     y = unflatten_rows(made, torch.Size((2, 3)))

@@ -1,4 +1,4 @@
-"""Files that this user alone can have written, and scratch folders that are removed once their process is gone."""
+"""Files that only this user can have written, and scratch folders that are removed after the end of their process."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("umask")
-def test_what_is_written_is_this_users_alone(tmp_path: Path) -> None:
+def test_written_files_belong_to_this_user_only(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "mxep" / "kernel"
     write_private(path, b"code")
     assert read_private(path) == b"code"
     assert modes(path, tmp_path) == [0o600, 0o700, 0o700]
     write_private(path, b"other code")
     assert read_private(path) == b"other code"
-    assert list(path.parent.iterdir()) == [path], "nothing is left beside it"
+    assert list(path.parent.iterdir()) == [path], "no other file is left"
     make_private(path.parent)
 
 
-def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
+def test_an_existing_folder_keeps_its_mode(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     write_private(tmp_path / "kernel", b"code")
     assert tmp_path.stat().st_mode & 0o777 == 0o755
@@ -95,7 +95,7 @@ def test_a_link_is_no_file(tmp_path: Path) -> None:
     assert read_private(tmp_path / "link" / "kernel") == b"code", "a folder may be elsewhere"
 
 
-def test_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cache" / "kernel"
     write_private(path, b"code")
     mine = os.getuid()
@@ -131,7 +131,7 @@ def holder(where: Path) -> tuple[subprocess.Popen, Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
+def test_the_next_start_removes_folders_of_killed_processes(tmp_path: Path) -> None:
     (killed, left), (alive, used) = holder(tmp_path), holder(tmp_path)
     others = [tmp_path / "mxep-without-a-record", tmp_path / "else"]
     for other in others:
@@ -163,7 +163,7 @@ def test_a_folder_lasts_as_long_as_whoever_uses_it(tmp_path: Path) -> None:
         assert not left.exists()
 
 
-def test_a_number_that_another_process_has_now(tmp_path: Path) -> None:
+def test_a_pid_that_another_process_has_now(tmp_path: Path) -> None:
     with scratch_folder("test", tmp_path) as folder:
         record = json.loads((folder / f"process_{os.getpid()}.json").read_text())
         assert record["pid"] == os.getpid()
@@ -176,8 +176,8 @@ def test_a_number_that_another_process_has_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"host": "another one"}, {"pid": "x"}, {"pid": None}])
-def test_what_may_be_alive_stays(tmp_path: Path, change: dict) -> None:
-    """On a host or in a container that this one cannot see, or with a record that it cannot read."""
+def test_folders_whose_process_may_be_alive_stay(tmp_path: Path, change: dict) -> None:
+    """Their process is on a host or in a container that this one cannot see, or their record cannot be read."""
     with scratch_folder("test", tmp_path) as folder:
         record = json.loads((folder / f"process_{os.getpid()}.json").read_text())
     left = tmp_path / "mxep-test-left"
@@ -188,7 +188,7 @@ def test_what_may_be_alive_stays(tmp_path: Path, change: dict) -> None:
         assert left.exists()
 
 
-def test_what_is_another_users_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_another_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = tmp_path / "mxep-test-left"
     left.mkdir()
     (left / "process_1.json").write_text(json.dumps({"host": private_folders._host(), "pid": 2**22 + 1, "start": 1}))

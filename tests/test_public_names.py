@@ -1,4 +1,4 @@
-"""Programs written for mxep 0.1 work: every public name of c13768f is where it was and takes the parameters that it took.
+"""Programs written for mxep 0.1 work: every public name of c13768f still exists and takes the same parameters.
 
 public_names_0_1.json has the parameters of what users call; null for what they only receive, and for constants.
 """
@@ -36,7 +36,7 @@ def problems_of(old: list[str], new: inspect.Signature) -> list[str]:
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
-def test_name_is_there(module: str, name: str) -> None:
+def test_name_exists(module: str, name: str) -> None:
     if module.endswith("transformers_5"):
         pytest.importorskip("transformers", minversion="5.23")
     with warnings.catch_warnings():
@@ -46,7 +46,7 @@ def test_name_is_there(module: str, name: str) -> None:
     assert old is None or not problems_of(old, inspect.signature(now))
 
 
-def test_the_check_sees_what_breaks_a_caller() -> None:
+def test_the_check_finds_changes_that_break_a_caller() -> None:
     def gone(a): ...
     def swapped(b, a): ...
     def required(a, b, c): ...

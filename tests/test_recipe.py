@@ -1,4 +1,4 @@
-"""Recipes by name, and what they refuse."""
+"""Recipes by name, and invalid combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tests/programs/sanitize.py with a compute-sanitizer that only says what it is asked to: it must not call anything clean that is not."""
+"""tests/programs/sanitize.py with a stub of compute-sanitizer: it must not call a run clean that is not."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_only_what_passed_without_errors_is_clean(
 
 
 def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the files that are missing, and a tool has its own."""
+    """It names the missing files; each tool has a record of its own."""
     monkeypatch.setattr(sanitize, "RESULTS", tmp_path)
     monkeypatch.setattr(sanitize, "write_records", functools.partial(write_records, folder=tmp_path))
-    monkeypatch.setattr(sanitize, "FILES", ("push", "mail"))
+    monkeypatch.setattr(sanitize, "FILES", ("quantize", "p2p"))
     monkeypatch.setattr(sanitize, "origin", lambda command: {"commit": command})
     silent, skipped, ended = sanitize.Found(3, 0, None), sanitize.Found(0, 0, 0), sanitize.Found(4, 0, 0)
 
@@ -70,20 +70,20 @@ def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: P
         assert all({**result, "commit": ""} == {**ended._asdict(), "commit": ""} for result in record["files"].values())
         return {name: result["commit"] for name, result in record["files"].items()}, record["missing"]
 
-    assert kept({"push": ended}, "a") == ({"push": "a"}, ["mail"])
-    assert kept({"push": ended}, "a", "racecheck") == ({"push": "a"}, ["mail"])
-    assert kept({"mail": silent}, "b") == ({"push": "a"}, ["mail"])
-    assert kept({"mail": skipped}, "b") == ({"push": "a"}, ["mail"])
-    assert kept({"mail": ended}, "c") == ({"push": "a", "mail": "c"}, [])
-    assert kept({"push": silent}, "d") == ({"mail": "c"}, ["push"]), "of the file as it is now nothing is known"
-    monkeypatch.setattr(sanitize, "FILES", ("mail", "places"))
-    assert kept({"places": ended}, "e") == ({"mail": "c", "places": "e"}, []), "the other file's tests are gone"
+    assert kept({"quantize": ended}, "a") == ({"quantize": "a"}, ["p2p"])
+    assert kept({"quantize": ended}, "a", "racecheck") == ({"quantize": "a"}, ["p2p"])
+    assert kept({"p2p": silent}, "b") == ({"quantize": "a"}, ["p2p"])
+    assert kept({"p2p": skipped}, "b") == ({"quantize": "a"}, ["p2p"])
+    assert kept({"p2p": ended}, "c") == ({"quantize": "a", "p2p": "c"}, [])
+    assert kept({"quantize": silent}, "d") == ({"p2p": "c"}, ["quantize"]), "no result of the current file is known"
+    monkeypatch.setattr(sanitize, "FILES", ("p2p", "rows"))
+    assert kept({"rows": ended}, "e") == ({"p2p": "c", "rows": "e"}, []), "a file that is no longer listed has no result"
 
 
 def test_tests_beyond_the_limit_of_their_file_are_ended(
     sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """With pytest below the tool, which holds the pipe; what has not begun then does not begin. The next file has its own time."""
+    """Also pytest below the tool, which holds the pipe; tests that have not begun do not begin. The next file has a limit of its own."""
     child = "import time; print('begun', flush=True); time.sleep(600)"
     (tmp_path / "compute-sanitizer").write_text(
         f"#!{sys.executable}\nimport subprocess, sys\n"
@@ -95,11 +95,11 @@ def test_tests_beyond_the_limit_of_their_file_are_ended(
     start = time.monotonic()
     assert sanitize.main(["slow", "fast", "--jobs", "1", "--limit", "2"]) == 1
     assert time.monotonic() - start < 60
-    told = capsys.readouterr().out
-    assert "not done within 2 s: a test and 0 more\nbegun" in told
-    assert "not begun within 2 s: another one and 0 more" in told
-    assert "slow: 0 passed, 0 failed, None errors of memcheck" in told
-    assert "fast: 7 passed, 0 failed, 0 errors of memcheck" in told
+    printed = capsys.readouterr().out
+    assert "not done within 2 s: a test and 0 more\nbegun" in printed
+    assert "not begun within 2 s: another one and 0 more" in printed
+    assert "slow: 0 passed, 0 failed, None errors of memcheck" in printed
+    assert "fast: 7 passed, 0 failed, 0 errors of memcheck" in printed
 
 
 def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.CaptureFixture) -> None:
@@ -118,6 +118,6 @@ def test_every_test_is_in_one_part(sanitize: ModuleType) -> None:
         sanitize.collect(["nothing_of_that_name"])
 
 
-def test_the_files_are_there(sanitize: ModuleType) -> None:
+def test_the_files_exist(sanitize: ModuleType) -> None:
     assert all((FILE.parents[1] / "gpu" / f"test_{name}.py").is_file() for name in sanitize.FILES)
     assert doctest.testmod(sanitize).failed == 0

@@ -1,4 +1,4 @@
-"""What has no second derivative says so, on every way to one, and what is not needed is neither made nor kept."""
+"""Functions without a second derivative raise on every way to one; tensors that backward does not need are neither made nor saved."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def refuse_second(case: Case, constant: bool, residual: bool) -> None:
-    """From every gradient to every leaf; with a constant gradient or not, and with another way to the leaves or not."""
+    """From every gradient to every leaf; with a constant gradient or not, and with another path to the leaves or not."""
     out = values(case.run(*case.leaves))
     loss = out.sum() if constant else out.square().sum()
     if residual:
@@ -62,7 +62,7 @@ def test_a_second_derivative_is_an_error(name: str, constant: bool, residual: bo
 
 
 @pytest.mark.parametrize("name", SYMMETRIC)
-def test_and_over_symmetric_memory(name: str) -> None:
+def test_a_second_derivative_over_symmetric_memory_is_an_error(name: str) -> None:
     run_virtual(lambda rank, world, group: refuse_second(SYMMETRIC[name](group), constant=False, residual=True), 1)
 
 
@@ -151,8 +151,8 @@ def test_gradients_in_a_batch_are_right_or_an_error(name: str) -> None:
             torch.testing.assert_close(a, b)
 
 
-def test_what_is_not_reached_is_no_error() -> None:
-    """Second derivatives of plain torch behind a function of ours, whose first ones are in the same graph."""
+def test_derivatives_that_do_not_reach_our_functions_are_allowed() -> None:
+    """Second derivatives of plain torch after a function of ours, whose first derivatives are in the same graph."""
     x, w = leaf(64, 64), leaf(3, 64)
     features = to_mxfp8_a2a_dequant(x, [64], [64], "")
     first_x, first_w = torch.autograd.grad((features @ w.T).pow(3).sum(), (x, w), create_graph=True)
@@ -169,7 +169,7 @@ def test_a_model_without_our_functions_has_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(model, torch.randn(3, 8, dtype=torch.float64, requires_grad=True))
 
 
-def test_the_note_of_the_inputs_holds_none_of_them() -> None:
+def test_the_record_of_the_inputs_keeps_none_of_them_alive() -> None:
     x = leaf(64, 64) * 1.0  # no leaf: nothing but a graph could hold it
     kept = weakref.ref(x.untyped_storage())
     out = to_mxfp8_a2a_dequant(x, [64], [64], "")
@@ -223,7 +223,7 @@ def test_evaluation_quantises_rows_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"])
-def test_evaluation_of_the_one_call_makes_nothing_for_wgrad(name: str) -> None:
+def test_ep_grouped_mm_makes_nothing_for_wgrad_in_evaluation(name: str) -> None:
     a, w = operands()
     with torch.no_grad(), Operators() as ran, Saved() as saved:
         out = ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), "", name)
@@ -258,7 +258,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_of_sharded_experts(mesh: DeviceMesh) -> None:
+def test_second_derivatives_of_sharded_experts(mesh: DeviceMesh) -> None:
     """torch's own `to_local` would cut the graph in backward, and all of the experts' part of the second derivative with it."""
     moe = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
     mxep.apply_mxfp8_expert_parallel(moe, mesh)
@@ -270,7 +270,7 @@ def test_of_sharded_experts(mesh: DeviceMesh) -> None:
         first.pow(2).sum().full_tensor().backward()
 
 
-def test_through_a_region_of_tensor_parallelism(mesh: DeviceMesh) -> None:
+def test_second_derivatives_through_tensor_parallelism(mesh: DeviceMesh) -> None:
     region = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 64, bias=False))
     parallelize_module(region, mesh, {"0": ColumnShards(), "2": RowShards(), "": GatheredRegion(1)})
     x = leaf(2, 8, 64)

@@ -1,4 +1,4 @@
-"""tests/programs/count_code.py and tests/programs/trace_forward.py: what counts as code, and what counts as a change of file."""
+"""tests/programs/count_code.py and tests/programs/trace_forward.py: lines that count as code, and changes of file."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def test_cuda_lines(source: str, lines: int) -> None:
 
 def test_count_against_a_commit(tmp_path: Path) -> None:
     counting = program("count_code")
-    room = tmp_path / "src" / "package" / "room"
-    room.mkdir(parents=True)
-    (room / "a.py").write_text("a = 1\nb = 2\n")
-    (room / "kernel.cu").write_text("int a;\n")
+    part = tmp_path / "src" / "package" / "part"
+    part.mkdir(parents=True)
+    (part / "a.py").write_text("a = 1\nb = 2\n")
+    (part / "kernel.cu").write_text("int a;\n")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], cwd=tmp_path, check=True)
-    (room / "a.py").write_text("a = 1\n")
+    (part / "a.py").write_text("a = 1\n")
     (tmp_path / "src" / "package" / "b.py").write_text("c = 3\n")
     now, before = counting.count(counting.files_now(tmp_path / "src")), counting.count(counting.files_at("HEAD", tmp_path / "src"))
-    assert now == {"package/room": 2, "package/b": 1}
-    assert before == {"package/room": 3}
+    assert now == {"package/part": 2, "package/b": 1}
+    assert before == {"package/part": 3}
     assert [line.split() for line in counting.table(now, before)] == [
         ["1", "0", "new", "package/b"],
-        ["2", "3", "-33.3%", "package/room"],
+        ["2", "3", "-33.3%", "package/part"],
         ["3", "3", "+0.0%", "total"],
     ]
 

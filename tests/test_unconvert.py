@@ -1,4 +1,4 @@
-"""What convert_experts and convert_linears did can be changed and undone: class, forward, names, hooks and bits are those of before."""
+"""convert_experts and convert_linears can be changed and undone: class, forward, names, hooks and bits are those of before."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def state_of(net: nn.Module) -> list[tuple]:
 
 
 @pytest.mark.parametrize("kind", [TitanExperts, PublicExperts])
-def test_undone_it_is_a_model_that_was_never_converted(kind: type[StackedExperts]) -> None:
+def test_an_unconverted_model_equals_one_that_was_never_converted(kind: type[StackedExperts]) -> None:
     net, never = model(kind), model(kind)
     seen: list[str] = []
     for each in (net, never):
@@ -188,7 +188,7 @@ def test_kept_weights_and_parametrizations() -> None:
     assert torch.equal(normed[0](x), want)
 
 
-def test_what_cannot_be_undone() -> None:
+def test_conversions_that_cannot_be_undone() -> None:
     net = model()
     convert(net)
     with pytest.raises(ValueError, match=r"'dwon' matched no converted module, saw \*\.up, \*\.experts.*nearest is 'down'"):

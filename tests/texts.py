@@ -1,4 +1,4 @@
-"""What `--data` holds, for tests of what reads it."""
+"""Contents of `--data`, for tests of its readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices of a router outside, for the tests of `sort_topk` on a CPU and on a GPU."""
+"""Choices as a user's router makes them, for the tests of `sort_topk` on a CPU and on a GPU."""
 
 from __future__ import annotations
 

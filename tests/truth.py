@@ -17,7 +17,7 @@ KINDS = ("random", "balanced", "uneven", "one", "starved", "empty")
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator on the device of the tests."""
+    """A generator on the default device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 

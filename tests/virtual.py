@@ -36,7 +36,7 @@ class HostCopyStreams:
     Args:
         device: where the bytes are, the CPU or a GPU.
         timeout_s: how long a wait waits.
-        failure: what another rank said when it failed, asked while waiting.
+        failure: returns the error of another rank that failed; called while waiting.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, failure: Callable[[], str | None]) -> None:
@@ -104,14 +104,14 @@ class HostCopyStreams:
         return contextlib.nullcontext()
 
 
-class Meeting:
-    """Where the threads meet to tell each other addresses."""
+class ThreadBarrier:
+    """A barrier of the ranks' threads, at which they exchange addresses."""
 
     def __init__(self, world: int, timeout_s: float) -> None:
         self.barrier = threading.Barrier(world, timeout=timeout_s)
         self.addresses, self.shorts = [0] * world, list[bool]()
-        self.memory: list[torch.Tensor] = []  # lives until all ranks are done, as what peers have mapped does
-        self.released: list[torch.Tensor] = []  # of it what ranks have let go of: NaN bytes, for good
+        self.memory: list[torch.Tensor] = []  # lives until all ranks are done, as memory that peers have mapped does
+        self.released: list[torch.Tensor] = []  # the released part of it, filled with NaN bytes for good
 
     def addresses_of_all(self, rank: int, mine: torch.Tensor) -> list[int]:
         self.memory.append(mine)
@@ -121,7 +121,7 @@ class Meeting:
         return list(self.addresses)
 
     def short(self, mine: bool) -> int:
-        """How many ranks say so."""
+        """How many ranks pass True."""
         self.shorts.append(mine)
         self.barrier.wait()
         count = sum(self.shorts)
@@ -132,47 +132,47 @@ class Meeting:
 
 
 class SharedMemory:
-    """Slabs that are ordinary tensors, full of NaN bytes: what nobody wrote shows, and what was let go of.
+    """Buffers that are ordinary tensors, filled with NaN bytes at first and when they are released.
 
     Attributes:
         room: bytes that buffers of this rank may take together.
     """
 
-    def __init__(self, rank: int, meeting: Meeting, device: torch.device, flags_on: str = "cpu") -> None:
-        self._rank, self._meeting, self._device, self._flags_on = rank, meeting, device, flags_on
+    def __init__(self, rank: int, threads: ThreadBarrier, device: torch.device, flags_on: str = "cpu") -> None:
+        self._rank, self._threads, self._device, self._flags_on = rank, threads, device, flags_on
         self.room = 1 << 60
 
     def allocate(self, size: int) -> SymmBuffer:
-        if short := self._meeting.short(self.room < size):
+        if short := self._threads.short(self.room < size):
             raise torch.OutOfMemoryError(f"no room for {size} bytes on {short} ranks")
         self.room -= size
         memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self._device)
         if memory.is_cuda:
             torch.cuda.current_stream().synchronize()
-        return SymmBuffer(memory, self._meeting.addresses_of_all(self._rank, memory))
+        return SymmBuffer(memory, self._threads.addresses_of_all(self._rank, memory))
 
     def release(self, buffers: Sequence[SymmBuffer]) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        self._meeting.barrier.wait()
+        self._threads.barrier.wait()
         for buffer in buffers:
             self.room += buffer.memory.numel()
-            self._meeting.released.append(buffer.memory.fill_(0xFF))
+            self._threads.released.append(buffer.memory.fill_(0xFF))
             buffer.release()
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self._meeting.barrier.wait()
+        self._threads.barrier.wait()
 
     def flags(self, count: int) -> SymmBuffer:
         memory = torch.zeros(4 * count, dtype=torch.uint8, device=self._flags_on)
-        return SymmBuffer(memory, self._meeting.addresses_of_all(self._rank, memory))
+        return SymmBuffer(memory, self._threads.addresses_of_all(self._rank, memory))
 
 
 def alone(timeout_s: float = 20, slot_memory_bytes: int = 1 << 20) -> SymmetricTransport:
-    """One rank on the current GPU, with the streams and flags of a real one."""
+    """One rank on the current GPU, with real streams and flags."""
     device = torch.device("cuda", torch.cuda.current_device())
     rendezvous = HostAllGather(bytearray(rendezvous_bytes(1)), 0, 1, timeout_s)
-    memory = SharedMemory(0, Meeting(1, timeout_s), device, flags_on="cuda")
+    memory = SharedMemory(0, ThreadBarrier(1, timeout_s), device, flags_on="cuda")
     return SymmetricTransport(memory, rendezvous, CudaCopyStreams(device), device, timeout_s, slot_memory_bytes)
 
 
@@ -185,17 +185,17 @@ def _over_the_host(
 
 
 class VirtualGroup:
-    """One more group of virtual ranks, made before `run_virtual` calls the function that joins it; `ranks` are its members' there."""
+    """Another group of virtual ranks, made before `run_virtual` calls the function that joins it; `ranks`: its members, as ranks there."""
 
     def __init__(self, ranks: Sequence[int], timeout_s: float = 20) -> None:
         self.ranks, self._timeout_s = ranks, timeout_s
-        self._memory, self._meeting = bytearray(rendezvous_bytes(len(ranks))), Meeting(len(ranks), timeout_s)
+        self._memory, self._threads = bytearray(rendezvous_bytes(len(ranks))), ThreadBarrier(len(ranks), timeout_s)
 
     @contextlib.contextmanager
     def joined(self, rank: int, name: str, device: str) -> Iterator[int]:
-        """Inside of it this thread's rank has the group under that name; its number there."""
+        """In this context the thread's rank has the group under that name; yields its rank in the group."""
         me, where = list(self.ranks).index(rank), torch.empty(0, device=device).device
-        rendezvous, shared = HostAllGather(self._memory, me, len(self.ranks), self._timeout_s), SharedMemory(me, self._meeting, where)
+        rendezvous, shared = HostAllGather(self._memory, me, len(self.ranks), self._timeout_s), SharedMemory(me, self._threads, where)
         register(name, _over_the_host(shared, rendezvous, where, self._timeout_s, 1 << 20))
         try:
             yield me
@@ -217,7 +217,7 @@ def run_virtual(
     Returns:
         what the ranks returned, by rank.  What the first of them raised is raised here.
     """
-    memory, meeting, where, call = bytearray(rendezvous_bytes(world)), Meeting(world, timeout_s), torch.device(device), next(_numbers)
+    memory, threads, where, call = bytearray(rendezvous_bytes(world)), ThreadBarrier(world, timeout_s), torch.device(device), next(_numbers)
     if where.type == "cuda":
         where = torch.device("cuda", torch.cuda.current_device())
 
@@ -226,12 +226,12 @@ def run_virtual(
         rendezvous = HostAllGather(memory, rank, world, timeout_s)
         try:
             with torch.cuda.stream(torch.cuda.Stream()) if where.type == "cuda" else torch.no_grad(), torch.enable_grad():
-                shared = SharedMemory(rank, meeting, where)
+                shared = SharedMemory(rank, threads, where)
                 register(name, transport(shared, rendezvous, where, timeout_s, slot_memory_bytes))
                 return function(rank, world, name, *args)
         except BaseException as error:
             rendezvous.fail(f"{type(error).__name__}: {error}")
-            meeting.barrier.abort()
+            threads.barrier.abort()
             raise
         finally:
             close_transports(name)
@@ -240,7 +240,7 @@ def run_virtual(
         futures = [pool.submit(main, rank) for rank in range(world)]
         errors = [future.exception() for future in futures]
     raised = [error for error in errors if error is not None]
-    if raised:  # the one that the others only tell of
+    if raised:  # the cause, which the others only report
         raise min(raised, key=lambda error: isinstance(error, (ExchangeError, threading.BrokenBarrierError)))
-    assert all(bool((memory == 0xFF).all()) for memory in meeting.released), "somebody wrote into memory that was let go of"
+    assert all(bool((memory == 0xFF).all()) for memory in threads.released), "released memory was written to"
     return [future.result() for future in futures]

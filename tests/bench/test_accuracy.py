@@ -44,8 +44,8 @@ def test_figures_reach_what_is_asked() -> None:
         assert "| CPU, gloo, 2 ranks, (1024, 512) x (8, 256) | 28." in markdown_tables.accuracy_table(records)
 
 
-def test_a_cpu_records_beside_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its figures are no times, so the quick run is as good."""
+def test_a_record_of_a_cpu_next_to_those_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are errors and not times, so the quick run may record them."""
     asked = ["bench", "accuracy", "--device", "cpu", "--quick", "--record"]
     monkeypatch.setattr(command, "start_ranks", lambda words, device, ranks: words != asked or device != "cpu")
     assert main(asked) == 0

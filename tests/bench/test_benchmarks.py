@@ -162,7 +162,7 @@ def test_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.out == ""
 
 
-def test_quick_makes_no_record_beside_the_real_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_runs_do_not_change_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "quantize", "--device", "cpu", "--quick", "--record"]) == 2
     assert str(RESULTS) in capsys.readouterr().err
 
@@ -225,11 +225,11 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
     ]
     later = {**layers[0], "device": "h100", "date": "2026-11-28"}
     assert "H100 | 8.0 ms" in report.summary([], [*layers, later], []).splitlines()[-1]
-    assert "H200" not in report.summary([], [later, *layers], []), "what was measured last"
+    assert "H200" not in report.summary([], [later, *layers], []), "the most recent record is shown"
     assert report.overview([], [], [], [], []) == report.summary([], [], []) == ""
     found = {"passed": 5, "failed": 0, "errors": 0, "commit": "abc"}
-    sanitized = {"benchmark": "sanitizer_memcheck", "device": "h200", "files": {"push": found, "mail": {**found, "errors": 2}}}
-    raced = {"benchmark": "sanitizer_racecheck", "device": "h200", "files": {"push": found}, "missing": ["mail", "loss"]}
+    sanitized = {"benchmark": "sanitizer_memcheck", "device": "h200", "files": {"quantize": found, "p2p": {**found, "errors": 2}}}
+    raced = {"benchmark": "sanitizer_racecheck", "device": "h200", "files": {"quantize": found}, "missing": ["p2p", "loss"]}
     assert report.overview([], [], [], [], [], [sanitized], [raced]).splitlines() == [
         "The kernels' tests under compute-sanitizer memcheck: 2 errors in 10 passed and 0 failed tests on H200",
         "(commit abc).",
@@ -292,7 +292,7 @@ def test_arms_take_turns_and_totals_add_up() -> None:
     assert Timing.of([2.0] * 20) == Timing(2.0, 2.0, 2.0, 20)
 
 
-def test_what_few_rows_cost_is_shown() -> None:
+def test_the_cost_of_few_rows_is_shown() -> None:
     many = {"device": "h200", "world_size": 1, "shape": {"T": 131072, "D": 64}, "target": {}, "arms": {}}
     many["ratios"] = {"fraction_of_copy": 0.9, "quantize_fraction_of_copy": 0.9}
     few = [
@@ -380,7 +380,7 @@ def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch, tm
     assert report.doubts_line(records) == "Of the host's 2 times 1 differed between batches: it was busy elsewhere."
 
 
-def test_a_run_that_is_broken_off_leaves_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interrupted_run_keeps_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "time_arms", lambda *args: {"arm": Timing.of([1.0] * 20, 2)})
 
     def cases(name: str, setting: registry.Setting) -> Iterator[registry.Case]:
@@ -402,7 +402,7 @@ def test_a_run_that_is_broken_off_leaves_what_it_measured(monkeypatch: pytest.Mo
     assert [record["shape"] for record in json.loads((tmp_path / "rows-cpu-1.json.part").read_text())] == [{"T": 1, "D": 1}]
 
 
-def test_a_busy_host_is_told_from_a_slow_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_host_is_distinguished_from_a_slow_call(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = {"steady": [10.0, 11.0, 10.0], "starved": [40.0, 10.0, 12.6], "once": [40.0, 10.0, 10.0]}
     monkeypatch.setattr(timing_module, "host_batches_us", lambda call, device, batch: batches[call()])
     facts = timing_module.host_facts({name: partial(str, name) for name in batches}, CPU)

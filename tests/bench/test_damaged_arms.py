@@ -45,7 +45,7 @@ def test_a_damaged_optimizer(damage: str, monkeypatch: pytest.MonkeyPatch) -> No
         return optimizer
 
     monkeypatch.setattr(optimizer_step, "build_optimizer", damaged)
-    assert [arm for arm, agrees in optimizers_that_agree().items() if agrees] == ["torch_fused"], "which is torch's own, not damaged here"
+    assert [arm for arm, agrees in optimizers_that_agree().items() if agrees] == ["torch_fused"], "torch's own arm is not damaged"
 
 
 def test_a_linear_layer_whose_wgrad_is_of_another_recipe() -> None:

@@ -26,8 +26,8 @@ def test_a2a_on_two_ranks() -> None:
     page = markdown_tables.a2a_table(records)
     assert len({line.count("|") for line in page.splitlines()}) == 1
     assert "256 x 128" in page
-    home = {"ratios": {**records[0]["ratios"], "home_vs_peer_copy": 0.97}, "limit": {**records[0]["limit"], "home_vs_peer_copy": 1.0}}
-    assert "0.97x of 1.00x" in markdown_tables.a2a_table([{**records[0], **home}])
+    target_met = {"ratios": {**records[0]["ratios"], "home_vs_peer_copy": 0.97}, "limit": {**records[0]["limit"], "home_vs_peer_copy": 1.0}}
+    assert "0.97x of 1.00x" in markdown_tables.a2a_table([{**records[0], **target_met}])
     older = {name: {key: value for key, value in records[0][name].items() if "placed" not in key} for name in ("arms", "ratios", "limit")}
     table = markdown_tables.a2a_table([{**records[0], **older}])
     assert {line.count("|") for line in table.splitlines()} == {page.splitlines()[0].count("|")}
@@ -136,7 +136,7 @@ def test_layer_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mxep bench layer" in capsys.readouterr().err
 
 
-def test_layer_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_check_fails_for_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = layer.LayerProblem(registry.Setting(CPU), layer.Size(64, 32, 32, 4, 2), "balanced")
     results = problem.results
     monkeypatch.setattr(problem, "results", lambda arm: [value * (1 + 0.3 * (arm == "mxfp8")) for value in results(arm)])
@@ -154,7 +154,7 @@ def _a2a_over_shared_memory(rank: int, world: int, name: str) -> None:
 
 
 def _peer_copies(rank: int, world: int, name: str) -> None:
-    """What leaves a rank lands on the others, each rank's rows in its own region, and nothing else is copied."""
+    """Each rank's rows are copied to the other ranks, into a region of the sender's own, and nothing else is copied."""
     transport, exchange = transport_of(name, CPU), a2a.RowExchangeProblem(registry.Setting(CPU), 96, 64, shared=name)
     assert isinstance(transport, SymmetricTransport)
     exchange.splits, exchange.there = [32] * world, ([32] * world, [32] * world, "")
@@ -167,9 +167,9 @@ def _peer_copies(rank: int, world: int, name: str) -> None:
         transport.rendezvous.all_gather([])
         copy()
         transport.rendezvous.all_gather([])
-        landed = opened[0].buffers[0][: world * 32 * 128].view(torch.bfloat16).view(world, -1)
+        received = opened[0].buffers[0][: world * 32 * 128].view(torch.bfloat16).view(world, -1)
         for peer in range(world):
-            assert landed[peer].isnan().all() if peer == rank else (landed[peer] == peer).all()
+            assert received[peer].isnan().all() if peer == rank else (received[peer] == peer).all()
         transport.rendezvous.all_gather([])
 
 
@@ -181,7 +181,7 @@ def test_a2a_over_shared_memory() -> None:
     run_virtual(_a2a_over_shared_memory, 1)
 
 
-def test_a2a_notices_rows_that_are_not_those_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a2a_check_fails_for_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = a2a.RowExchangeProblem(registry.Setting(CPU), 64, 64)
     assert exchange.check() is None
     moved = a2a.exchange_mx

@@ -73,8 +73,8 @@ def test_weights_of_the_uncached_arms_are_quantised_in_every_call() -> None:
     for _ in range(2):
         problem.results("fused")
         problem.results("fused_uncached")
-    places = problem.modules["fused"]._kept
-    assert places["w13"].cache.fills == 4
+    weights = problem.modules["fused"]._kept
+    assert weights["w13"].cache.fills == 4
     assert not problem.modules["fused_uncached"]._kept
 
 

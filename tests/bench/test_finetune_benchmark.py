@@ -51,7 +51,7 @@ def records(request: pytest.FixtureRequest) -> list[dict]:
     kept: list[int] = []
     setting = registry.Setting(CPU, quick=True, model=request.param)
     found = registry.run("finetune", setting, "", lambda text: None, lambda so_far: kept.append(len(so_far[0]["results"])))
-    assert kept == [1, 2, 3, 4, 5, 6], "an interrupted run leaves the arms that it has measured"
+    assert kept == [1, 2, 3, 4, 5, 6], "an interrupted run keeps the arms that it has measured"
     return found
 
 
@@ -81,13 +81,13 @@ def test_table(records: list[dict]) -> None:
     assert sum(line.count("x |") for line in lines) == 2
 
 
-def test_a_ratio_that_was_not_measured_keeps_its_place(records: list[dict]) -> None:
-    """Else the other one would be read as it."""
+def test_a_ratio_that_was_not_measured_keeps_its_column(records: list[dict]) -> None:
+    """Otherwise another ratio would be read as this one."""
     table = markdown_tables.finetune_table([{**records[0], "ratios": {"lora_mx_vs_ours_bf16": 1.05}}])
     assert "| - / 1.05x |" in table
 
 
-def test_what_is_asked_of_a_base_is_shown(records: list[dict]) -> None:
+def test_options_of_a_base_are_shown(records: list[dict]) -> None:
     table = markdown_tables.finetune_table([{**records[0], "target": {"lora_mx_base_gib": 24.0}}])
     assert table.count("| 0.0 (asked: 24 at most) |") == 1
 
@@ -146,7 +146,7 @@ def test_steps_as_a_graph(memory_gib: float | None, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_asked_of_a_base_is_of_all_layers(name: str) -> None:
+def test_options_of_a_base_hold_for_all_layers(name: str) -> None:
     problem = finetune.FinetuneProblem(registry.Setting(torch.device("cuda"), model=name))
     problem.results["lora_mx"] = {}
     assert problem.after("lora_mx")["target"] == {"lora_mx_base_gib": MODELS[name].base_gib}

@@ -1,4 +1,4 @@
-"""Other packages' experts: what stands around their grouped GEMMs, and packages that are missing."""
+"""Other packages' experts: the operations around their grouped GEMMs, and packages that are missing."""
 
 from __future__ import annotations
 

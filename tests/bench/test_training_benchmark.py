@@ -1,4 +1,4 @@
-"""`mxep bench train`: both arms on a CPU, the record and what is drawn from it; traces; wrong use."""
+"""`mxep bench train`: both arms on a CPU, the record and its plots; traces; wrong use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_exposed_exchanges() -> None:
     assert training.exposed_ms(waits) == (0.02, 0.05), "waiting for a flag shows as nothing"
 
 
-def test_a_record_and_what_is_drawn_from_it(tmp_path: Path) -> None:
+def test_a_record_and_its_plots(tmp_path: Path) -> None:
     write_traces(tmp_path)
     record = training.record_of({"mxfp8": metrics(0.1, 4), "bf16": metrics(0.15, 4)}, tmp_path, "some", "h200")
     assert record["ratios"] == {"mxfp8_tokens_per_s_vs_bf16": 1.5}
@@ -299,7 +299,7 @@ def test_runs_of_other_options_are_other_records(tmp_path: Path, options: dict) 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM, signal.SIGHUP]], ids=repr)
 def test_signals_end_the_run_and_what_it_started(tmp_path: Path, numbers: list[signal.Signals]) -> None:
-    """A script in place of `mxep train`: asked to end, it ends the process that it has started, after a while."""
+    """A script that replaces `mxep train`: on a signal it ends the process that it has started, after a while."""
     script, pid_file = tmp_path / "python", tmp_path / "pid"
     script.write_text(f"#!/bin/sh\ntrap 'sleep 1.5; kill $!; exit 0' TERM\nsleep 100 &\necho $! > {pid_file}\nwait\n")
     script.chmod(0o700)
@@ -324,7 +324,7 @@ def test_signals_end_the_run_and_what_it_started(tmp_path: Path, numbers: list[s
 
 
 def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
-    """By SIGKILL, which nothing can forward: they would keep their GPUs beside the next benchmark."""
+    """By SIGKILL, which cannot be forwarded: the ranks would keep their GPUs during the next benchmark."""
     rank = tmp_path / "rank.py"
     rank.write_text(
         "import os, sys, time, pathlib\npathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(100)\n"
@@ -341,7 +341,7 @@ def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
         starter.kill()
         deadline = time.monotonic() + 40
         while any(start_of(pid) is not None for pid in started):
-            assert time.monotonic() < deadline, "a rank goes on"
+            assert time.monotonic() < deadline, "a rank is still running"
             time.sleep(0.1)
     finally:
         starter.kill()
@@ -386,8 +386,8 @@ def test_wrong_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert "want at least 28: 5 to warm up, 20 that count and 3 for the profiler" in capsys.readouterr().err
 
 
-def test_older_records_are_counted_from_their_speed() -> None:
-    """A record without mfu_causal and hfu, and the row of its arm beside published figures."""
+def test_utilisation_of_older_records_is_computed_from_their_speed() -> None:
+    """A record without mfu_causal and hfu, and the row of its arm in the table of published figures."""
     options = {"seq_len": 4096, "activation_checkpoint": "full"}
     record = {"device": "h200", "world_size": 4, "model": {"name": "qwen3_30b_a3b_of_24_layers"}, "options": options}
     record |= {"routing": "forced balance", "steps": {"bf16": {"tokens_per_s": 80000.0, "mfu": 0.5}}}

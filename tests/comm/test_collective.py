@@ -51,8 +51,8 @@ def never_an_alias(me: int, world: int) -> None:
     assert rows.sum() > 0
 
 
-def none_here(me: int, world: int) -> None:
-    """The last rank has no rows at all, and what backward gets is one value, expanded: without rows every stride is contiguous."""
+def no_rows_on_the_last_rank(me: int, world: int) -> None:
+    """The last rank has no rows, and backward gets one expanded value: a tensor without rows is contiguous with any strides."""
     sent = [1] * (world - 1) + [0]
     splits = ([0] * world, [0] * world) if me == world - 1 else (sent, sent)
     for block, call in BLOCKS.items():
@@ -68,7 +68,7 @@ def rank_main(rank: int, world: int) -> None:
     world_group = dist.group.WORLD
     check(rank, world, world_group)
     never_an_alias(rank, world)
-    none_here(rank, world)
+    no_rows_on_the_last_rank(rank, world)
     x = torch.randn(2 * world, 64, requires_grad=True)
     for call in list(BLOCKS.values())[1:]:  # equal splits need no swap
         call(x, [2] * world, [2] * world).sum().backward()
@@ -114,7 +114,7 @@ def disagreeing_rank(rank: int, world: int) -> dict[str, tuple[str, float]]:
     fine = [2] * world
     faults = {
         "sends more": (2 * world + 1, fine, [*fine[:-1], 3] if odd else fine),
-        "awaits more": (2 * world, [3, *fine[1:]] if odd else fine, fine),
+        "expects more": (2 * world, [3, *fine[1:]] if odd else fine, fine),
         "does not add up": (2 * world, fine, [1, *fine[1:]] if odd else fine),
         "too short": (2 * world, fine[1:] if odd else fine, fine),
         "too long": (2 * world, fine, [*fine, 0] if odd else fine),
@@ -146,7 +146,7 @@ def test_disagreement_is_an_error_on_every_rank(world: int) -> None:
             message, seconds = seen[case]
             assert seconds < 10, case
             assert f"this is rank {rank} of {world}" in message, case
-            assert f"rank {world - 1}" in message, "names who is wrong"
+            assert f"rank {world - 1}" in message, "the error names the rank that is wrong"
             assert "want" in message, case
 
 
@@ -163,9 +163,9 @@ def collectives_of_compiled_calls(rank: int, world: int) -> list[int]:
     return [after - before for before, after in pairwise(made)]
 
 
-def test_tracing_exchanges_nothing() -> None:
-    """torch runs operators of constants while it traces, collectives too: a rank that traced alone waited for the others for ever."""
-    assert run_ranks(collectives_of_compiled_calls, 2, timeout=60) == [[2, 2, 2]] * 2  # with the check of the numbers of experts
+def test_tracing_runs_no_collective() -> None:
+    """torch runs operators of constants while it traces, also collectives: a rank that traced alone would wait for ever."""
+    assert run_ranks(collectives_of_compiled_calls, 2, timeout=60) == [[2, 2, 2]] * 2  # one of the two checks the numbers of experts
 
 
 def test_without_a_process_group() -> None:

@@ -1,4 +1,4 @@
-"""The events and copies of a GPU's streams, with a made-up CUDA."""
+"""The events and copies of a GPU's streams, with a stubbed CUDA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stream:
         return event
 
 
-def test_a_mark_that_nobody_asks_for_becomes_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recycled_events_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[tuple[int, ...]] = []
     current = Stream()
     monkeypatch.setattr(torch.cuda, "Event", lambda: new.append(Event()) or new[-1])
@@ -52,9 +52,9 @@ def test_a_mark_that_nobody_asks_for_becomes_the_next_one(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_copies_go_to_the_driver_in_one_call_where_it_has_one(exists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses and sizes as they are; one alone, and all of an older driver, one by one."""
-    together: list[Any] = []
+def test_copies_take_one_call_if_the_driver_has_a_batched_copy(exists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and sizes are passed unchanged. A single copy, and all copies with an older driver, take a call each."""
+    batches: list[Any] = []
     one_by_one: list[Any] = []
 
     class Batch:
@@ -63,7 +63,7 @@ def test_copies_go_to_the_driver_in_one_call_where_it_has_one(exists: bool, monk
 
         def __call__(self, device: torch.device, to: bytes, sources: bytes, sizes: bytes, count: int, *how: Any) -> None:
             columns = [struct.unpack(f"<{count}Q", words) for words in (to, sources, sizes)]
-            together.append((list(zip(*columns, strict=True)), how[2:]))
+            batches.append((list(zip(*columns, strict=True)), how[2:]))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -74,8 +74,8 @@ def test_copies_go_to_the_driver_in_one_call_where_it_has_one(exists: bool, monk
     copies = [(1 << 47, 4096, 11 << 20), (512, 1 << 40, 1)]
     streams.copy_each(REMOTE, [])
     streams.copy_each(REMOTE, copies[:1])
-    assert (together, one_by_one) == ([], [(*copies[0], 5)])
+    assert (batches, one_by_one) == ([], [(*copies[0], 5)])
     one_by_one.clear()
     streams.copy_each(REMOTE, copies)
-    assert together == ([(copies, (1, 5))] if exists else [])
+    assert batches == ([(copies, (1, 5))] if exists else [])
     assert one_by_one == ([] if exists else [(*copy, 5) for copy in copies])

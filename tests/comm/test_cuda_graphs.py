@@ -1,4 +1,4 @@
-"""What CUDA graphs need of the driver, with a made-up driver."""
+"""Driver calls for CUDA graphs, with a stubbed driver."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mxep.comm import cuda_graphs
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, of cuda.h
 
 
-def test_the_watchdogs_thread_takes_the_relaxed_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mode is still in memory when the driver reads it; what was there before comes back in its place."""
+def test_the_watchdogs_thread_uses_the_relaxed_capture_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode is still in memory when the driver reads it; the driver writes the previous mode in its place."""
     read = []
 
     def exchange(device: torch.device, address: int) -> None:

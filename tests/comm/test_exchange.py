@@ -1,4 +1,4 @@
-"""What a opened asks of the streams, and of the rendezvous, on virtual ranks."""
+"""An opened exchange on virtual ranks: its stream operations, and its rounds of the host all-gather."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from mxep.comm.copy_streams import REMOTE, WAIT, WRITE, Operation
 from mxep.comm.symmetric_memory import buffer_bytes
 
 
-class Told(HostCopyStreams):
-    """What was asked of the streams: (stream, kinds) of each batch, and kinds alone of single ones."""
+class RecordingStreams(HostCopyStreams):
+    """Records the operations: (stream, kinds) of each batch, (stream, kind) of single operations."""
 
     def __init__(self, streams: HostCopyStreams) -> None:
         super().__init__(streams.device, streams.timeout_s, streams._failure)
-        self.asked: list[Any] = []
+        self.issued: list[Any] = []
 
     def write(self, stream: int | None, flag: int, value: int) -> None:
-        self.asked.append((stream, WRITE))
+        self.issued.append((stream, WRITE))
         super().write(stream, flag, value)
 
     def wait(self, stream: int | None, flag: int, value: int) -> None:
-        self.asked.append((stream, WAIT))
+        self.issued.append((stream, WAIT))
         super().wait(stream, flag, value)
 
     def batch(self, stream: int | None, operations: Sequence[Operation]) -> None:
-        before = len(self.asked)
+        before = len(self.issued)
         super().batch(stream, operations)
-        self.asked[before:] = [(stream, [kind for kind, _, _ in operations])]
+        self.issued[before:] = [(stream, [kind for kind, _, _ in operations])]
 
 
 def push_once(transport: Any, me: int) -> None:
-    """Every rank tells every rank its number, and holds what it gets against the truth."""
+    """Every rank sends its number to every rank and checks what it receives."""
     mine = torch.full((16,), me, dtype=torch.uint8)
     with transport.open((9,), (16 * transport.world,), [], in_graphs=True) as opened:
         opened.scatter_copy(0, 16 * me, [mine] * transport.world)
@@ -44,42 +44,42 @@ def push_once(transport: Any, me: int) -> None:
     assert opened.buffers[0][: 16 * transport.world : 16].tolist() == list(range(transport.world))
 
 
-def asks(me: int, world: int, name: str) -> None:
+def records_operations(me: int, world: int, name: str) -> None:
     transport: Any = symmetric(name)
-    streams = transport.copy_streams = Told(transport.copy_streams)
+    streams = transport.copy_streams = RecordingStreams(transport.copy_streams)
     all_of = {kind: [kind] * world for kind in (WAIT, WRITE)}
     for _ in range(2):
-        streams.asked.clear()
+        streams.issued.clear()
         push_once(transport, me)
-        assert streams.asked == [(None, all_of[WRITE]), (REMOTE, all_of[WAIT]), (REMOTE, all_of[WRITE]), (None, all_of[WAIT])]
+        assert streams.issued == [(None, all_of[WRITE]), (REMOTE, all_of[WAIT]), (REMOTE, all_of[WRITE]), (None, all_of[WAIT])]
     transport._capture = lambda: 7
-    streams.asked.clear()
+    streams.issued.clear()
     push_once(transport, me)
-    put_back = [WAIT, WRITE] * world
-    singles = [*[(None, WRITE)] * world, *[(REMOTE, kind) for kind in put_back], *[(REMOTE, WRITE)] * world]
-    assert streams.asked == [*singles, *[(None, kind) for kind in put_back]]
+    wait_and_reset = [WAIT, WRITE] * world
+    singles = [*[(None, WRITE)] * world, *[(REMOTE, kind) for kind in wait_and_reset], *[(REMOTE, WRITE)] * world]
+    assert streams.issued == [*singles, *[(None, kind) for kind in wait_and_reset]]
 
 
-def test_an_eager_session_asks_in_batches_and_a_captured_one_one_by_one() -> None:
-    run_virtual(asks, 3)
+def test_eager_exchanges_use_batches_and_captured_ones_single_operations() -> None:
+    run_virtual(records_operations, 3)
 
 
 def copies(me: int, world: int, name: str) -> None:
-    """Every other rank's piece where this rank receives: the measurement's copies are those of an exchange."""
+    """The plain copies of a measurement write every other rank's piece into its region, as an exchange does."""
     transport: Any = symmetric(name)
     pieces = [torch.full((4 + me, 8), 10 * me + rank, dtype=torch.uint8) for rank in range(world)]
     region = 8 * (3 + world)
-    landed = list[Any]()
-    opens, transport.open = transport.open, lambda *args: landed.append(opens(*args)) or landed[-1]
+    opened_by_copies = list[Any]()
+    opens, transport.open = transport.open, lambda *args: opened_by_copies.append(opens(*args)) or opened_by_copies[-1]
     copy = transport.plain_copies(pieces, region)
-    landed[0].buffers[0].fill_(99)
-    with transport.open((9,), (16,), []):  # all have filled theirs
+    opened_by_copies[0].buffers[0].fill_(99)
+    with transport.open((9,), (16,), []):  # all ranks have filled their buffers
         pass
     copy()
-    with transport.open((9,), (16,), []) as opened:  # all have copied
+    with transport.open((9,), (16,), []) as opened:  # all ranks have copied
         opened.put(0, 0, lambda addresses: None)
         opened.wait(1)
-    found = landed[0].buffers[0][: world * region].view(world, region)
+    found = opened_by_copies[0].buffers[0][: world * region].view(world, region)
     for rank in range(world):
         size = 0 if rank == me else 8 * (4 + rank)
         assert (found[rank, :size] == 10 * rank + me).all()
@@ -90,8 +90,8 @@ def test_plain_copies() -> None:
     run_virtual(copies, 3)
 
 
-def rows_alike(seen: list[Any]) -> Callable[[list[list[int]]], list[int] | None]:
-    """As many bytes from each rank as the most rows of any, where the guess was that all have this rank's."""
+def padded_to_the_most_rows(seen: list[Any]) -> Callable[[list[list[int]]], list[int] | None]:
+    """Revises the buffer size to the most rows of any rank; the first guess is that all ranks have the rows of this one."""
 
     def revise(shown: list[list[int]]) -> list[int] | None:
         seen.append(shown)
@@ -102,7 +102,7 @@ def rows_alike(seen: list[Any]) -> Callable[[list[list[int]]], list[int] | None]
 
 
 def sizes_of_all(me: int, world: int, name: str, rows: list[int], capture: int) -> tuple[int, int]:
-    """A opened whose buffer is as large as the most rows of any rank; rounds on the rendezvous, and bytes of memory."""
+    """An exchange whose buffer has room for the most rows of any rank: rounds of the host all-gather, and bytes of memory."""
     transport: Any = symmetric(name)
     most = max(rows)
     transport._capture = lambda: 0
@@ -112,7 +112,7 @@ def sizes_of_all(me: int, world: int, name: str, rows: list[int], capture: int) 
     before, seen = transport.rendezvous.round, list[Any]()
     mine = torch.full((16 * most,), me, dtype=torch.uint8)
     guess = 16 * rows[me] * world
-    with transport.open((9,), (guess,), [rows[me]], in_graphs=True, revise=rows_alike(seen)) as opened:
+    with transport.open((9,), (guess,), [rows[me]], in_graphs=True, revise=padded_to_the_most_rows(seen)) as opened:
         assert opened.peer_metadata == seen[0] == [[count] for count in rows]
         opened.scatter_copy(0, 16 * most * me, [mine] * world)
         opened.wait(1)
@@ -122,16 +122,16 @@ def sizes_of_all(me: int, world: int, name: str, rows: list[int], capture: int) 
 
 
 @pytest.mark.parametrize("capture", [0, 7])
-def test_hosts_meet_once_where_the_guess_is_right_and_twice_where_it_is_not(capture: int) -> None:
-    """The guess is a thousand times too small or large for a buffer; none is made for it."""
+def test_one_host_round_if_the_guessed_sizes_are_right_and_two_if_not(capture: int) -> None:
+    """The guess is far too small or too large; no buffer is allocated for it."""
     assert run_virtual(sizes_of_all, 3, [4096, 4096, 4096], capture) == [(1, 3 * 65536)] * 3
     small, large = 1, 400_000
     assert run_virtual(sizes_of_all, 3, [small, large, small], capture) == [(2, buffer_bytes(16 * 3 * large, shape_static=True))] * 3
     assert run_virtual(sizes_of_all, 1, [large], capture)[0][0] == 1
 
 
-def grows_late(me: int, world: int, name: str) -> None:
-    """No memory is there in the first round: what is taken is for the true sizes alone, and what was held for the guess is free."""
+def grows_after_revision(me: int, world: int, name: str) -> None:
+    """No memory exists in the first round: buffers are allocated for the revised sizes alone, and those reserved for the guess are free."""
     transport: Any = symmetric(name)
     for _ in range(2):
         with transport.open((9,), (4096 * (1 + 4 * me),), [], in_graphs=True, revise=lambda shown: [50_000, 70_000]) as opened:
@@ -141,14 +141,14 @@ def grows_late(me: int, world: int, name: str) -> None:
 
 
 def test_memory_grows_for_the_true_sizes() -> None:
-    run_virtual(grows_late, 2)
+    run_virtual(grows_after_revision, 2)
 
 
 def several_at_once(me: int, world: int, name: str, capture: int) -> None:
-    """A table and rows in one meeting, beside an exchange that began before and ends behind them."""
+    """Two exchanges open with one host all-gather, inside of an exchange that began before them and ends after them."""
     transport: Any = symmetric(name)
     transport._capture = lambda: 0
-    for _ in range(3):  # memory for all that are open at once, and flags that are not where they began
+    for _ in range(3):  # allocates memory for all that are open at once, and advances the flags
         with (
             transport.open((9,), (64 * world,), [], in_graphs=True) as one,
             transport.open((9,), (64 * world,), [], in_graphs=True) as other,
@@ -183,12 +183,12 @@ def push_to(opened: Any, me: int, world: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("capture", [0, 7])
-def test_several_exchanges_begin_in_one_meeting(capture: int) -> None:
+def test_several_exchanges_open_with_one_host_round(capture: int) -> None:
     run_virtual(several_at_once, 3, capture)
 
 
-def goes_wrong(me: int, world: int, name: str) -> None:
-    """Other facts, in each round, and what the function raises: on every rank, buffers are free again, and the next exchange works."""
+def raises_errors(me: int, world: int, name: str) -> None:
+    """Different calls in either round, and errors of `revise`, raise on every rank. Buffers are free again, and the next exchange works."""
     transport: Any = symmetric(name)
 
     def refuse(shown: list[list[int]]) -> None:
@@ -204,7 +204,7 @@ def goes_wrong(me: int, world: int, name: str) -> None:
             opened((9, me), refuse)
         with pytest.raises(ValueError, match=r"not \[\[0\], \[1\]\]"):
             opened((9,), refuse)
-        with pytest.raises(ValueError, match="different calls"):  # as many sizes on every rank
+        with pytest.raises(ValueError, match="different calls"):  # the number of sizes differs
             opened((9,), lambda shown: [4096] * (1 + me))
         assert list(transport._pool.free()) == [0]
     with pytest.raises(ValueError, match="no free symmetric memory"):
@@ -214,11 +214,11 @@ def goes_wrong(me: int, world: int, name: str) -> None:
 
 
 def test_errors_are_on_every_rank() -> None:
-    run_virtual(goes_wrong, 2)
+    run_virtual(raises_errors, 2)
 
 
-def out_of_step(me: int, world: int, name: str) -> None:
-    """One rank goes on where the other one revises: its next round meets the other's second one, and is not taken for it."""
+def revises_alone(me: int, world: int, name: str) -> None:
+    """One rank continues where the other one revises: the rounds that then meet in the all-gather are not mistaken for each other."""
     transport: Any = symmetric(name)
 
     def open_twice() -> None:
@@ -232,4 +232,4 @@ def out_of_step(me: int, world: int, name: str) -> None:
 
 
 def test_a_rank_that_alone_revises() -> None:
-    run_virtual(out_of_step, 2)
+    run_virtual(revises_alone, 2)

@@ -1,4 +1,4 @@
-"""An exchange that fails is the last one of its group: later ones say what the first failure was, and nothing of it is used again."""
+"""An exchange that fails is the last one of its group: later ones raise the first failure, and none of its buffers is used again."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def exchange(name: str) -> torch.Tensor:
     return torch.ops.mxep.exchange_rows(torch.ones(2, 4), [1, 1], [1, 1], name)
 
 
-def breaks(me: int, world: int, name: str, breaks_at: Callable[[Any], tuple[Any, str]]) -> None:
-    """Rank 0 alone fails at some point of an exchange, and its program catches that and goes on."""
+def fails_at(me: int, world: int, name: str, failure: Callable[[Any], tuple[Any, str]]) -> None:
+    """Rank 0 alone fails at some point of an exchange; its program catches the error and continues."""
     transport: Any = symmetric(name)
     exchange(name)
     if me == 0:
-        where, what = breaks_at(transport)
+        where, what = failure(transport)
         whole = getattr(where, what)
         setattr(where, what, broken)
         with pytest.raises(RuntimeError, match="broken"):
@@ -43,7 +43,7 @@ def breaks(me: int, world: int, name: str, breaks_at: Callable[[Any], tuple[Any,
         transport._pool.take_each = lambda *arguments: pytest.fail("a buffer of a failed group")
     elif me == 1:
         with contextlib.suppress(ExchangeError):
-            exchange(name)  # it may have had all of this one
+            exchange(name)  # it may have received everything before
     for _ in range(2):
         with pytest.raises(ExchangeError, match=FIRST):
             exchange(name)
@@ -52,22 +52,22 @@ def breaks(me: int, world: int, name: str, breaks_at: Callable[[Any], tuple[Any,
 
 
 @pytest.mark.parametrize(
-    "breaks_at",
+    "failure",
     [
-        lambda transport: (transport._growth, "refuse"),  # in the meeting, of this rank alone
-        lambda transport: (transport, "_signal_ready"),  # behind the meeting
-        lambda transport: (transport.copy_streams, "copy"),  # under way
-        lambda transport: (transport.copy_streams, "join"),  # at the end, when all has been sent
+        lambda transport: (transport._growth, "refuse"),  # in the host all-gather, on this rank alone
+        lambda transport: (transport, "_signal_ready"),  # after the host all-gather
+        lambda transport: (transport.copy_streams, "copy"),  # while it sends
+        lambda transport: (transport.copy_streams, "join"),  # at the end, when everything has been sent
         lambda transport: (transport, "ended"),
     ],
-    ids=["meeting", "ready", "copy", "join", "end"],
+    ids=["all-gather", "ready", "copy", "join", "end"],
 )
-def test_wherever_it_fails(breaks_at: Callable[[Any], tuple[Any, str]]) -> None:
-    run_virtual(breaks, 2, breaks_at, timeout_s=5)
+def test_later_exchanges_raise_the_first_failure(failure: Callable[[Any], tuple[Any, str]]) -> None:
+    run_virtual(fails_at, 2, failure, timeout_s=5)
 
 
-def no_mailbox(me: int, world: int, name: str) -> None:
-    """Rank 0 alone fails where all ranks make their mailboxes; rank 1 waits for it there."""
+def no_slots(me: int, world: int, name: str) -> None:
+    """Rank 0 alone fails where all ranks allocate their slots; rank 1 waits for it there."""
     call, rows, transport = torch.ops.mxep.exchange_dequantized, torch.ones(2, 32), symmetric(name)
     allocate: Any = broken if me == 0 else lambda size: transport.rendezvous.all_gather([])
     transport._growth.allocate = allocate  # type: ignore[method-assign]
@@ -77,8 +77,8 @@ def no_mailbox(me: int, world: int, name: str) -> None:
         call(rows, [1, 1], [1, 1], name, "rceil")
 
 
-def test_mailboxes_that_one_rank_cannot_have() -> None:
-    run_virtual(no_mailbox, 2, timeout_s=5)
+def test_slots_that_one_rank_cannot_allocate() -> None:
+    run_virtual(no_slots, 2, timeout_s=5)
 
 
 @pytest.fixture
@@ -87,10 +87,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sends_and_fails(me: int, world: int, name: str) -> None:
-    """What rank 0 has sent still waits on a stream for rank 1, who never comes: it is read once the stream is let go."""
+    """A copy of rank 0 waits on a stream for rank 1, which never gets ready. Its source is read when the watchdog ends the wait."""
     transport: Any = symmetric(name)
     if me == 1:
-        transport.copy_streams.ask = lambda stream, act: None
+        transport.copy_streams.enqueue = lambda stream, act: None
         transport.close = lambda: None
     held: list[weakref.ref[torch.Tensor]] = []
 
@@ -107,19 +107,19 @@ def sends_and_fails(me: int, world: int, name: str) -> None:
         return
     gc.collect()
     assert held[0]() is not None, "the stream has not read it"
-    assert done(5), "a stream that waits for a dead rank is let go of in time"
+    assert done(5), "the wait for a dead rank ends in time"
     close_transports(name)
     gc.collect()
     assert held[0]() is None
 
 
 @pytest.mark.usefixtures("driver")
-def test_what_copies_may_still_read_is_kept_until_the_end() -> None:
+def test_sources_of_pending_copies_are_kept_until_close() -> None:
     run_virtual(sends_and_fails, 2, timeout_s=0.6, transport=OverStreams)
 
 
-def closes_in_spite(me: int, world: int, name: str) -> None:
-    """The device itself is broken: its memory is let go of all the same, and the error is told."""
+def closes_a_broken_device(me: int, world: int, name: str) -> None:
+    """The device itself is broken: close() releases the memory and raises the error."""
     transport: Any = symmetric(name)
     exchange(name)
     transport._watchdog.watch_streams = broken
@@ -130,13 +130,13 @@ def closes_in_spite(me: int, world: int, name: str) -> None:
 
 
 @pytest.mark.usefixtures("driver")
-def test_the_end_of_a_broken_device() -> None:
-    run_virtual(closes_in_spite, 2, timeout_s=5, transport=OverStreams)
+def test_close_on_a_broken_device() -> None:
+    run_virtual(closes_a_broken_device, 2, timeout_s=5, transport=OverStreams)
 
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A group of two whose collectives do nothing; nobody compares the ranks' splits."""
+    """A group of two whose collectives do nothing, without the comparison of splits."""
     monkeypatch.setattr(collective, "checking", lambda device: False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.group.WORLD.group_name
@@ -149,8 +149,8 @@ def test_over_torch_distributed(two_ranks: str, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="input_splits"):
         torch.ops.mxep.exchange_rows(torch.ones(2, 4), [1, 1], [1, 2], two_ranks)
     other = dist.new_group()
-    with monkeypatch.context() as now:
-        now.setattr(dist, "all_to_all_single", broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", broken)
         with pytest.raises(RuntimeError, match="broken"):
             exchange(two_ranks)
     for _ in range(2):

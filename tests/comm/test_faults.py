@@ -1,4 +1,4 @@
-"""Ranks that die, hang or come too late, on virtual ranks whose streams run behind their hosts as a GPU's do (tests/streams.py)."""
+"""Ranks that die, hang or are late, on virtual ranks whose streams run asynchronously to their hosts, as on a GPU (tests/streams.py)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def exchange(name: str, rows: torch.Tensor) -> torch.Tensor:
 
 
 def dies(transport: Any) -> None:
-    """Nothing that is on its way from this rank or asked for from now on is done; it meets the others until it returns."""
-    transport.copy_streams.ask = lambda stream, act: None
+    """From now on no stream of this rank does anything; its host still takes part in all-gathers until it returns."""
+    transport.copy_streams.enqueue = lambda stream, act: None
     transport.close = lambda: None
 
 
 def steps(me: int, world: int, name: str) -> None:
-    """Nobody dies: hosts far ahead, and every row where it belongs."""
+    """No rank dies: hosts run far ahead, and every row arrives where it belongs."""
     rows = [torch.full((4, 8), 10.0 * step + me) for step in range(50)]
     got = [exchange(name, each) for each in rows]
     assert done(20)
@@ -44,12 +44,12 @@ def steps(me: int, world: int, name: str) -> None:
         assert out[:, 0].tolist() == [10.0 * step, 10.0 * step, 10.0 * step + 1, 10.0 * step + 1]
 
 
-def test_lanes_that_are_threads() -> None:
+def test_exchanges_over_streams_that_are_threads() -> None:
     run_virtual(steps, 2, timeout_s=20, transport=OverStreams)
 
 
-def behind_the_meeting(me: int, world: int, name: str) -> None:
-    """The host meets the dead rank's host and goes on; its device waits for rows that never come."""
+def dies_after_the_all_gather(me: int, world: int, name: str) -> None:
+    """The all-gather with the dead rank's host succeeds; the device waits for rows that never arrive."""
     transport: Any = symmetric(name)
     rows = torch.ones(4, 8)
     exchange(name, rows)
@@ -68,18 +68,18 @@ def behind_the_meeting(me: int, world: int, name: str) -> None:
         exchange(name, rows)
 
 
-def test_a_device_that_waits_for_a_dead_rank_is_let_go() -> None:
-    run_virtual(behind_the_meeting, 2, timeout_s=TIMEOUT_S, transport=OverStreams)
+def test_the_wait_of_a_device_for_a_dead_rank_ends() -> None:
+    run_virtual(dies_after_the_all_gather, 2, timeout_s=TIMEOUT_S, transport=OverStreams)
 
 
-def two_under_way(me: int, world: int, name: str) -> None:
-    """As in backward, where scores go home and the next exchange opens before anybody waits for them: rank 1 dies between the two."""
+def two_open_exchanges(me: int, world: int, name: str) -> None:
+    """As in backward, where scores are returned and the next exchange opens before they are waited for: rank 1 dies between the two."""
     transport: Any = symmetric(name)
     rows = torch.ones(4, 8)
     exchange(name, rows)
     assert done(5)
     if me == 1:
-        dies(transport)  # before it says that it is ready to receive
+        dies(transport)  # before it signals that it is ready to receive
     mine = torch.ones(16, dtype=torch.uint8)
     with transport.open((9,), (32,), [], in_graphs=True) as opened:
         opened.scatter_copy(0, 16 * me, [mine, mine])
@@ -89,29 +89,29 @@ def two_under_way(me: int, world: int, name: str) -> None:
         with pytest.raises(ExchangeError, match=r"nothing from rank 1 for 0.6 s"):
             transport.open((9,), (32,), [], in_graphs=True)
         assert time.monotonic() - start < TIMEOUT_S + 1
-        assert done(TIMEOUT_S + 3), "what has left for rank 1 waits for ever, and so does whoever waits for the device"
+        assert done(TIMEOUT_S + 3), "copies to rank 1 wait for ever, and so does a sync of the device"
 
 
-def test_what_is_under_way_when_a_meeting_fails_is_let_go() -> None:
-    """The traceback of the error keeps the exchange under way from its end, and the process must end all the same."""
-    run_virtual(two_under_way, 2, timeout_s=TIMEOUT_S, transport=OverStreams)
+def test_pending_copies_end_when_the_next_all_gather_fails() -> None:
+    """The traceback of the error keeps the first exchange open, and the process must still end."""
+    run_virtual(two_open_exchanges, 2, timeout_s=TIMEOUT_S, transport=OverStreams)
 
 
 _given_up = threading.Event()
 
 
 def too_late(me: int, world: int, name: str) -> None:
-    """Rank 0 has given up when rank 1 comes, and tries again: its second exchange is not rank 1's first."""
+    """Rank 0 has timed out when rank 1 arrives, and tries again: its second exchange is not taken for rank 1's first."""
     rows = [torch.full((4, 8), 10.0 * step + me) for step in range(3)]
     exchange(name, rows[0])
     assert done(5)
     if me == 1:
         assert _given_up.wait(20)
-        out = exchange(name, rows[1])  # what rank 0 has shown for it is there
+        out = exchange(name, rows[1])  # the values that rank 0 gathered for it are there
         with pytest.raises(ExchangeError, match=r"rank 0: exchange .*: nothing from rank 1 for 0.6 s"):
             exchange(name, rows[2])
         assert done(5)
-        assert out.isnan().all(), "never what rank 0 sends in another exchange"
+        assert out.isnan().all(), "not the rows that rank 0 sends in another exchange"
         return
     with pytest.raises(ExchangeError, match=r"nothing from rank 1 for 0.6 s"):
         exchange(name, rows[1])
@@ -119,17 +119,17 @@ def too_late(me: int, world: int, name: str) -> None:
     start = time.monotonic()
     with pytest.raises(ExchangeError, match=r"nothing from rank 1 for 0.6 s"):
         exchange(name, rows[1])
-    assert time.monotonic() - start < TIMEOUT_S / 2, "nothing is waited for once the ranks are out of step"
+    assert time.monotonic() - start < TIMEOUT_S / 2, "no wait once the ranks are out of step"
 
 
-def test_a_rank_that_comes_when_another_one_has_given_up() -> None:
+def test_a_rank_that_arrives_after_another_one_has_timed_out() -> None:
     run_virtual(too_late, 2, timeout_s=TIMEOUT_S, transport=OverStreams)
 
 
 def interrupted(me: int, world: int, name: str) -> None:
-    """As in a notebook: the user's own interrupt while this host waits for another one, who came after all."""
+    """As in a notebook: the user interrupts this host while it waits for another rank, which arrives later."""
     transport: Any = symmetric(name)
-    show = transport.rendezvous.all_gather
+    all_gather = transport.rendezvous.all_gather
 
     def interrupt(values: Any) -> Any:
         raise KeyboardInterrupt
@@ -139,10 +139,10 @@ def interrupted(me: int, world: int, name: str) -> None:
         transport.rendezvous.all_gather = interrupt
         with pytest.raises(KeyboardInterrupt):
             exchange(name, rows)
-        transport.rendezvous.all_gather = show
+        transport.rendezvous.all_gather = all_gather
     with pytest.raises(ExchangeError, match="rank 0 failed: KeyboardInterrupt"):
         exchange(name, rows)
 
 
-def test_a_rank_that_is_interrupted_in_a_meeting() -> None:
+def test_a_rank_that_is_interrupted_in_an_all_gather() -> None:
     run_virtual(interrupted, 2, timeout_s=20, transport=OverStreams)

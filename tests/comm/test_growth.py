@@ -1,4 +1,4 @@
-"""Symmetric memory grows and shrinks on all ranks at once. What was let go of is poisoned, and `run_virtual` looks that it stays so."""
+"""Symmetric memory grows and shrinks on all ranks at once. Released memory is poisoned, and `run_virtual` checks that it stays so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def move(name: str, me: int, world: int, mib: float, tag: int = 0) -> torch.Tensor:
-    """Every rank receives so much, the same from each; checked."""
+    """Every rank receives `mib` MiB, the same from each rank, and checks it."""
     count = round(mib * MIB) // (4096 * world)
     rows = torch.full((count * world, 4096), 10 * tag + me, dtype=torch.uint8)
     out = torch.ops.mxep.exchange_rows(rows, [count] * world, [count] * world, name)
@@ -51,8 +51,8 @@ def other_sizes(me: int, world: int, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_sizes_that_change_for_good_leave_bounded_memory(world: int) -> None:
-    """Held are those of now and those of before: what nobody used for long goes when something new comes."""
+def test_sizes_that_change_permanently_leave_bounded_memory(world: int) -> None:
+    """Buffers of the current and the previous size stay. Buffers that were unused for long are released when a new one is allocated."""
     found = agreed(run_virtual(other_sizes, world))
     buffers = [sizes for sizes, _ in found]
     assert buffers[:4] == [[(0, 6)], [(0, 6), (1, 12)], [(1, 12), (2, 24)], [(1, 12), (2, 24)]]
@@ -60,7 +60,7 @@ def test_sizes_that_change_for_good_leave_bounded_memory(world: int) -> None:
     assert [total // MIB for _, total in found] == [6, 18, 36, 36, 18]
 
 
-def in_turns(me: int, world: int, name: str) -> list[Any]:
+def alternating_sizes(me: int, world: int, name: str) -> list[Any]:
     found = []
     for turn in range(5):
         for mib in (6, 12, 24):
@@ -70,16 +70,16 @@ def in_turns(me: int, world: int, name: str) -> list[Any]:
     return found
 
 
-def test_sizes_that_take_turns_are_missed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_of_alternating_sizes_are_reallocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "MOST_PATIENCE", 100)
-    found = agreed(run_virtual(in_turns, 2))
+    found = agreed(run_virtual(alternating_sizes, 2))
     assert found[0][0] == [(1, 12), (2, 24)]
     assert found[1] == found[2] == found[3] == found[4]
     assert sorted(mib for _, mib in found[4][0]) == [6, 12, 24]
 
 
-def wandering(me: int, world: int, name: str, held: int) -> tuple[list[int], list[int]]:
-    """A new maximum in every step, with so many results held at a time; buffers after each, and the MiB of the last ones."""
+def drifting_sizes(me: int, world: int, name: str, held: int) -> tuple[list[int], list[int]]:
+    """A new maximum in every step while `held` results are held: the number of buffers after each step, and the last sizes in MiB."""
     kept, counts = [], []
     for step in range(10):
         kept = [(move(name, me, world, 8 + 0.6 * step, i), i) for i in range(held)]
@@ -92,9 +92,9 @@ def wandering(me: int, world: int, name: str, held: int) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize("held", [1, 3])
-def test_sizes_that_wander_leave_as_many_slabs_as_are_held(held: int) -> None:
-    """However young they are: a new maximum takes the place of one buffer, and the others are still there for the step that needs them."""
-    counts, sizes = agreed(run_virtual(wandering, 2, held))
+def test_drifting_sizes_leave_as_many_buffers_as_are_held(held: int) -> None:
+    """A new maximum replaces one buffer, however recently it was used; the other buffers stay for the step that needs them."""
+    counts, sizes = agreed(run_virtual(drifting_sizes, 2, held))
     assert counts == [held] * 10
     assert sizes == [13] * held
 
@@ -119,8 +119,8 @@ def skewed(me: int, world: int, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_receive_unevenly_keep_their_slabs(world: int) -> None:
-    """A buffer is as large as the fullest rank wants it, and no rank's share of it is too small to be had there."""
+def test_ranks_that_receive_unevenly_keep_their_buffers(world: int) -> None:
+    """A buffer has the size that the fullest rank needs, and is not too large for the ranks that receive less."""
     found = agreed(run_virtual(skewed, world))
     assert all(buffers == found[3] for buffers in found[3:]), found
     assert len(found[3]) <= 6
@@ -145,14 +145,14 @@ def held_by_one(me: int, world: int, name: str) -> list[Any]:
     return [*found, state(name)]
 
 
-def test_a_tensor_on_one_rank_keeps_its_slab_on_all() -> None:
+def test_a_tensor_on_one_rank_keeps_its_buffer_on_all_ranks() -> None:
     before, after = agreed(run_virtual(held_by_one, 3))
     assert [mib for _, mib in before[0]] == [6, 0, 12, 7]
     assert [mib for _, mib in after[0]] == [0, 24]
 
 
-def same_again(me: int, world: int, name: str) -> Any:
-    """Steps of few sizes, one of them rare, results held over several exchanges; nothing may be let go of after the first."""
+def constant_sizes(me: int, world: int, name: str) -> Any:
+    """Steps of few sizes, one of them rare, held over several exchanges: no buffer is allocated or released after the first step."""
     transport: Any = symmetric(name)
     for step in range(4):
         held = [move(name, me, world, 6, tag=step)]
@@ -167,8 +167,8 @@ def same_again(me: int, world: int, name: str) -> Any:
     return state(name)
 
 
-def test_who_keeps_to_his_sizes_keeps_his_slabs() -> None:
-    agreed(run_virtual(same_again, 2))
+def test_programs_of_constant_sizes_keep_their_buffers() -> None:
+    agreed(run_virtual(constant_sizes, 2))
 
 
 def captured(me: int, world: int, name: str) -> Any:
@@ -189,12 +189,12 @@ def captured(me: int, world: int, name: str) -> Any:
     transport._growth._memory.room = 0
     with pytest.raises(torch.OutOfMemoryError):
         move(name, me, world, 24 * (1 + world))
-    assert transport._pool.buffers[0].memory[0] == me, "a replay writes there"
+    assert transport._pool.buffers[0].memory[0] == me, "replays write into this buffer"
     return state(name)
 
 
-def test_what_a_graph_writes_to_stays() -> None:
-    """Idle, replaceable and wanted: it goes in none of these ways."""
+def test_buffers_of_a_graph_are_never_released() -> None:
+    """Not when it is unused, not when a larger one replaces others, and not when there is no memory left."""
     buffers, total = agreed(run_virtual(captured, 2))
     assert buffers == [(0, 6)]
     assert total == 6 * MIB
@@ -221,7 +221,7 @@ def no_room(me: int, world: int, name: str, holds: bool) -> Any:
     return state(name)
 
 
-def test_young_ones_go_where_there_is_no_room_otherwise() -> None:
+def test_all_free_buffers_are_released_if_there_is_no_room_otherwise() -> None:
     buffers, _ = agreed(run_virtual(no_room, 3, False))
     assert buffers == [(2, 30), (3, 8)]
 
@@ -240,7 +240,7 @@ def slots(me: int, world: int, name: str) -> Any:
     return state(name)
 
 
-def test_a_mailbox_takes_the_room_of_free_slabs() -> None:
+def test_slots_take_the_room_of_free_buffers() -> None:
     assert agreed(run_virtual(slots, 2))[0] == []
 
 
@@ -251,5 +251,5 @@ def shapes_alone(me: int, world: int, name: str) -> int:
     return transport.nbytes()
 
 
-def test_sizes_that_hang_on_shapes_take_no_sixteenth_more() -> None:
+def test_sizes_that_depend_on_shapes_alone_are_not_rounded_up_by_a_sixteenth() -> None:
     assert run_virtual(shapes_alone, 2) == [66 * MIB] * 2

@@ -1,4 +1,4 @@
-"""Exchanges through slots on virtual ranks: bits over many rounds, calls of all kinds in turn, disagreement, a rank that dies."""
+"""Exchanges through slots on virtual ranks: bits over many rounds, alternating kinds of calls, ranks that disagree, a rank that dies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def values_of(records: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Te
 
 
 def every_routing(me: int, world: int, name: str) -> None:
-    """Messages of one round and of many, of other widths and dtypes after each other, and num_exchanges in between."""
+    """Messages of one round and of many, with changing widths and dtypes, between exchanges that do not use slots."""
     for seed, kind in enumerate([*KINDS, *KINDS]):
         case = make_case(kind, world, 2, rows=5 + 30 * (seed % 3), seed=seed)
         for width, dtype, mode in ((96, torch.bfloat16, "rceil"), (32, torch.float32, "floor"), (352, torch.bfloat16, "floor")):
@@ -51,12 +51,12 @@ def every_routing(me: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "slot"), [(1, SMALL), (2, SMALL), (3, SMALL), (4, SMALL), (3, 4096)])
-def test_the_bits_of_quantised_rows(world: int, slot: int) -> None:
+def test_received_rows_are_the_dequantised_rows(world: int, slot: int) -> None:
     run_virtual(every_routing, world, slot_memory_bytes=2 * world * slot)
 
 
-def stumbling(me: int, world: int, name: str) -> None:
-    """Ranks that stop anywhere, in calls of one round and of many: nobody writes into a slot that has not been taken."""
+def delayed_ranks(me: int, world: int, name: str) -> None:
+    """Every rank sleeps at random before kernels, in calls of one round and of many: no slot is written before it has been read."""
     call, transport, generator = torch.ops.mxep.exchange_dequantized, symmetric(name), random.Random(me)
     call(torch.ones(world, 32), [1] * world, [1] * world, name, "rceil")
     slots = transport._slot_buffers
@@ -79,59 +79,60 @@ def stumbling(me: int, world: int, name: str) -> None:
     assert slots.progress() == (61, 61)
 
 
-def test_ranks_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_slot_is_overwritten_when_ranks_are_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.comm.symmetric.checking", lambda device: False)
-    run_virtual(stumbling, 3, slot_memory_bytes=6 * SMALL)
+    run_virtual(delayed_ranks, 3, slot_memory_bytes=6 * SMALL)
 
 
-class Told(HostCopyStreams):
-    """What was asked of the streams, and a current stream with a name."""
+class RecordingStreams(HostCopyStreams):
+    """Records the operations that are issued, and lets a test name the current stream."""
 
-    now: int | None = None
+    current: int | None = None
 
     def __init__(self, streams: HostCopyStreams) -> None:
         super().__init__(streams.device, streams.timeout_s, streams._failure)
-        self.asked: list[Any] = []
+        self.issued: list[Any] = []
 
     def handle(self, stream: int | None) -> int | None:
-        return self.now
+        return self.current
 
     def fork(self, *streams: int) -> None:
-        self.asked += streams
+        self.issued += streams
 
     def batch(self, stream: int | None, operations: Sequence[Operation]) -> None:
-        self.asked.append((stream, [kind for kind, _, _ in operations]))
+        self.issued.append((stream, [kind for kind, _, _ in operations]))
         super().batch(stream, operations)
 
 
-def test_what_a_call_asks_of_the_lanes() -> None:
-    """One round after one round: two batches of the current stream. More rounds, and the call after: a stream. Another stream: a wait."""
+def test_stream_operations_of_a_call() -> None:
+    """A call of one round after a call of one round: two batches on the current stream. A call of more rounds, and the call after it, use
+    the stream SLOTTED. A call on another current stream first waits."""
 
-    def ask(me: int, world: int, name: str) -> None:
+    def record(me: int, world: int, name: str) -> None:
         transport = symmetric(name)
-        streams = transport.copy_streams = Told(transport.copy_streams)
+        streams = transport.copy_streams = RecordingStreams(transport.copy_streams)
 
-        def asked(rows: int) -> list[Any]:
-            streams.asked.clear()
+        def issued(rows: int) -> list[Any]:
+            streams.issued.clear()
             torch.ops.mxep.exchange_dequantized(torch.ones(rows, 32), [rows], [rows], name, "rceil")
-            return list(streams.asked)
+            return list(streams.issued)
 
         one = [(None, [WRITE, WRITE, WAIT]), (None, [WRITE, WRITE])]
-        assert asked(10) == one
-        assert asked(10) == one
+        assert issued(10) == one
+        assert issued(10) == one
         wait, write = (SLOTTED, [WAIT]), (SLOTTED, [WRITE])
-        behind = [SLOTTED, wait, write, (None, [WRITE, WAIT]), (None, [WRITE, WRITE])]
-        assert asked(11) == [*behind[:4], wait, write, (None, [WRITE, WAIT]), behind[4]]
-        assert asked(10) == behind
-        streams.now = 7
-        assert asked(10) == [(None, [WAIT]), *one]
-        assert asked(10) == one
+        after = [SLOTTED, wait, write, (None, [WRITE, WAIT]), (None, [WRITE, WRITE])]
+        assert issued(11) == [*after[:4], wait, write, (None, [WRITE, WAIT]), after[4]]
+        assert issued(10) == after
+        streams.current = 7
+        assert issued(10) == [(None, [WAIT]), *one]
+        assert issued(10) == one
 
-    run_virtual(ask, 1, slot_memory_bytes=2 * SMALL)
+    run_virtual(record, 1, slot_memory_bytes=2 * SMALL)
 
 
 def strided(me: int, world: int, name: str) -> None:
-    """Rows that are columns of wider ones, and that start anywhere."""
+    """Rows that are column slices of wider rows, at any alignment."""
     wide = torch.randn(6, 131, generator=torch.Generator().manual_seed(me)).bfloat16()
     for rows in (wide[:, 3:67], wide[:, :64], wide[:1, :64].expand(6, 64), wide.flatten()[1 : 1 + 6 * 64].view(6, 64)):
         want = values_of(reference.quantize_packed(rows, "rceil"), 64, rows.dtype)
@@ -155,7 +156,7 @@ def test_forward_and_backward() -> None:
 
 
 def memory(me: int, world: int, name: str) -> tuple[int, int, int]:
-    """Symmetric memory before, after the first exchange, and after others and the end."""
+    """Bytes of symmetric memory before any exchange, after one and after six; none are left after close()."""
     transport, rows = symmetric(name), torch.ones(4, 64)
     sizes = [transport.nbytes()]
     for count in (1, 5):
@@ -167,12 +168,12 @@ def memory(me: int, world: int, name: str) -> tuple[int, int, int]:
     return tuple(sizes)
 
 
-def test_slots_of_one_rank() -> None:
+def test_slots_are_allocated_once_and_released_at_the_end() -> None:
     assert run_virtual(memory, 2, slot_memory_bytes=4 * 4096) == [(0, 4 * 4096, 4 * 4096)] * 2
 
 
 def test_rounds_of_a_message() -> None:
-    """Every round fits its slot, and there are no more than have to be, of even size."""
+    """Every round fits its slot. The number of rounds is the least possible, and their sizes are even."""
     for rows in (0, 1, 2, 7, 100, 1000, 65536):
         for record in (0, 48, 5280):
             for slot in (5408, 16 << 10, 64 << 20):
@@ -199,19 +200,19 @@ def test_splits_that_do_not_fit() -> None:
 
 
 def unchecked(me: int, world: int, name: str, sent: int) -> None:
-    """Rank 0 sends rank 1 `sent` rows and not the awaited two: those are NaN, the others right, and the next exchange raises."""
+    """Rank 0 sends rank 1 `sent` rows, but rank 1 expects two: they are NaN, the other rows are right, and the next exchange raises."""
     call = torch.ops.mxep.exchange_dequantized
     rows = torch.ones(6, 32)
     assert torch.equal(call(rows[:4], [2, 2], [2, 2], name, "rceil"), rows[:4])
     first = [[2, sent], [2, 2]][me]
     match = rf"rank 0 sends {sent} rows to rank 1, whose output_splits await 2"
-    if me == 0 and sent == 40:  # in more rounds than are taken: rank 1 says what is wrong while this one still sends
+    if me == 0 and sent == 40:  # more rounds than rank 1 expects: its error arrives while this rank still sends
         with pytest.raises(ExchangeError, match="rank 1: .*" + match):
             call(torch.ones(42, 32), [2, 2], first, name, "rceil")
         return
     out = call(torch.ones(sum(first), 32), [2, 2], first, name, "rceil")
     if sent != 40:
-        symmetric(name).rendezvous.all_gather([])  # this one has got everything before the other one raises
+        symmetric(name).rendezvous.all_gather([])  # this rank has received everything before the other one raises
     assert torch.equal(out[2:], rows[:2])
     assert bool(out[:2].isnan().all()) == (me == 1)
     with pytest.raises(ExchangeError, match=match):
@@ -221,13 +222,13 @@ def unchecked(me: int, world: int, name: str, sent: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 3, 40])
-def test_splits_that_nobody_checks(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_that_disagree_without_checking(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.comm.symmetric.checking", lambda device: False)
     run_virtual(unchecked, 2, sent, slot_memory_bytes=4 * SMALL, timeout_s=10)
 
 
 def wrong_alone(me: int, world: int, name: str) -> None:
-    """Splits that do not fit this rank's rows, sizes that no slot takes: said here, before anything is sent."""
+    """Splits that do not fit this rank's rows, and records larger than a slot, raise on this rank before anything is sent."""
     call, rows = torch.ops.mxep.exchange_dequantized, torch.ones(4, 32)
     for out_splits, in_splits, match in (([4], [3], "add up to 3"), ([4], [2, 2], "want 1 row counts"), ([-4], [4], "at least 0")):
         with pytest.raises(ValueError, match=match):
@@ -239,7 +240,7 @@ def wrong_alone(me: int, world: int, name: str) -> None:
     assert torch.equal(call(rows, [4], [4], name, "rceil"), rows)
 
 
-def test_what_one_rank_can_see_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_errors_are_raised_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.comm.symmetric.checking", lambda device: False)
     run_virtual(wrong_alone, 1, slot_memory_bytes=2 * SMALL)
 
@@ -254,14 +255,14 @@ def one_dies(me: int, world: int, name: str) -> None:
     start = time.monotonic()
     with pytest.raises(ExchangeError, match="rank 1 failed: ZeroDivisionError"):
         call(rows, [2, 2, 2], [2, 2, 2], name, "rceil")
-    assert time.monotonic() - start < 10, "told, not timed out"
+    assert time.monotonic() - start < 10, "the failure was reported, not timed out"
 
 
 def test_a_rank_that_dies_inside_an_exchange_tells_the_others() -> None:
     run_virtual(one_dies, 3)
 
 
-def one_stays_away(me: int, world: int, name: str) -> None:
+def one_does_not_call(me: int, world: int, name: str) -> None:
     call, rows = torch.ops.mxep.exchange_dequantized, torch.ones(2, 32)
     call(rows, [1, 1], [1, 1], name, "rceil")
     if me == 1:
@@ -277,6 +278,6 @@ def one_stays_away(me: int, world: int, name: str) -> None:
     assert set(seen) == {(2, 1)}
 
 
-def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_call_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.comm.symmetric.checking", lambda device: False)
-    run_virtual(one_stays_away, 2, timeout_s=0.5)
+    run_virtual(one_does_not_call, 2, timeout_s=0.5)

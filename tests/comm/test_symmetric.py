@@ -1,4 +1,4 @@
-"""The symmetric transport on virtual ranks: bits, errors on every rank, who owns what was received, a rank that dies."""
+"""The symmetric transport on virtual ranks: bits, errors on every rank, ownership of received rows, a rank that dies."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def quantised(me: int, world: int, name: str) -> None:
 
 @pytest.mark.parametrize("piece_bytes", [1, 700, 48 << 20])
 @pytest.mark.parametrize("world", [1, 3])
-def test_quantised_on_the_way(world: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_quantised_piece_by_piece(world: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.comm.symmetric._PIECE_BYTES", piece_bytes)
     run_virtual(quantised, world)
 
 
 def holds_everything(me: int, world: int, name: str) -> None:
-    """Forty exchanges of other sizes; every third result is let go, at other times on every rank."""
+    """Forty exchanges of different sizes; each rank deletes every third result, at different times."""
     held = []
     for step in range(40):
         case = make_case("random", world, 2, rows=20 + 7 * (step % 5), seed=step)
@@ -75,16 +75,16 @@ def holds_everything(me: int, world: int, name: str) -> None:
             held.pop(step % len(held))
     for out, want in held:
         assert_same(out, want)
-    out[:] = 0  # never an alias of what was sent
+    out[:] = 0  # never an alias of the input
     assert inputs[me].any()
 
 
-def test_nothing_that_is_held_is_overwritten() -> None:
+def test_held_results_are_not_overwritten() -> None:
     run_virtual(holds_everything, 3)
 
 
 def shape_static(me: int, world: int, name: str) -> list[int]:
-    """Symmetric memory after each step of a training that keeps two results at a time."""
+    """Bytes of symmetric memory after each step of a training that holds two results at a time."""
     held, sizes = [], []
     case = make_case("uneven", world, 2)
     for _ in range(6):
@@ -95,7 +95,7 @@ def shape_static(me: int, world: int, name: str) -> list[int]:
     return sizes
 
 
-def test_memory_stays_what_the_first_step_took() -> None:
+def test_memory_does_not_grow_after_the_first_step() -> None:
     for sizes in run_virtual(shape_static, 2):
         assert len(set(sizes)) == 1
 
@@ -130,7 +130,7 @@ def disagreeing(me: int, world: int, name: str, sent: list[list[int]], received:
         ([[2, 2], [2, 1]], [[2, 2], [2, 1]], ("rank 1 has 4 rows", "[2, 1]")),
         ([[2, 2], [4]], [[2, 2], [2, 2]], ("rank 1 passed splits that are not 2",)),
         ([[5, -1], [2, 2]], [[2, 2], [2, 2]], ("rank 0 passed splits that are not 2",)),
-        ([[6, -2], [-2, 6]], [[6, -2], [-2, 6]], ("rank 0 passed splits that are not 2",)),  # on which the ranks agree
+        ([[6, -2], [-2, 6]], [[6, -2], [-2, 6]], ("rank 0 passed splits that are not 2",)),  # the ranks agree on them
     ],
 )
 def test_splits_that_do_not_fit(sent: Any, received: Any, words: tuple[str, ...]) -> None:
@@ -138,16 +138,16 @@ def test_splits_that_do_not_fit(sent: Any, received: Any, words: tuple[str, ...]
     run_virtual(disagreeing, 2, sent, received, words)
 
 
-def below_zero(me: int, world: int, name: str) -> None:
-    """Output splits that add up to less than nothing, where their sum is the size of what comes out."""
+def negative_splits(me: int, world: int, name: str) -> None:
+    """Output splits with a negative sum, which would be the size of the output."""
     rows = torch.ones(4, 32)
     with pytest.raises(ValueError, match=r"all-to-all: rank 0 passed splits that are not 2 row counts of at least 0"):
         torch.ops.mxep.exchange_dequantized(rows, [-3, 1] if me == 0 else [2, 2], [2, 2], name, "rceil")
     assert torch.equal(torch.ops.mxep.exchange_dequantized(rows, [2, 2], [2, 2], name, "rceil"), rows)
 
 
-def test_splits_below_zero() -> None:
-    run_virtual(below_zero, 2, timeout_s=5)
+def test_negative_splits() -> None:
+    run_virtual(negative_splits, 2, timeout_s=5)
 
 
 def other_widths(me: int, world: int, name: str) -> None:
@@ -159,7 +159,7 @@ def test_ranks_that_send_rows_of_different_widths() -> None:
     run_virtual(other_widths, 2)
 
 
-def one_stays_away(me: int, world: int, name: str) -> float:
+def one_does_not_call(me: int, world: int, name: str) -> float:
     if me == 1:
         time.sleep(4)
         return 0.0
@@ -169,8 +169,8 @@ def one_stays_away(me: int, world: int, name: str) -> float:
     return time.monotonic() - start
 
 
-def test_a_rank_that_does_not_come_ends_the_others_in_time() -> None:
-    assert all(waited < 3.9 for waited in run_virtual(one_stays_away, 3, timeout_s=0.5))
+def test_a_rank_that_does_not_call_ends_the_others_in_time() -> None:
+    assert all(waited < 3.9 for waited in run_virtual(one_does_not_call, 3, timeout_s=0.5))
 
 
 def one_dies_inside(me: int, world: int, name: str) -> None:
@@ -186,7 +186,7 @@ def one_dies_inside(me: int, world: int, name: str) -> None:
     start = time.monotonic()
     with pytest.raises(ExchangeError, match="rank 1 failed: ZeroDivisionError"):
         torch.ops.mxep.exchange_rows(rows, [1, 1], [1, 1], name)
-    assert time.monotonic() - start < 10, "told, not timed out"
+    assert time.monotonic() - start < 10, "the failure was reported, not timed out"
 
 
 def test_a_rank_that_dies_inside_an_exchange_tells_the_others() -> None:
@@ -203,14 +203,14 @@ def test_rows_of_another_device() -> None:
 
 
 def on_two_streams(me: int, world: int, name: str) -> None:
-    """Streams that are made up: an exchange on another one than the last follows what is on that."""
+    """With stubbed streams: an exchange on another stream than the last one waits for that stream."""
     transport = symmetric(name)
     current, followed = [7], []
     transport.copy_streams.handle = lambda stream: current[0] if stream is None else 0  # type: ignore[method-assign]
     transport.copy_streams.wait_stream = followed.append  # type: ignore[method-assign]
     rows = torch.ones(world, 16)
     transport.exchange(rows, [1] * world, [1] * world)
-    assert followed == [None], "none was known before"
+    assert followed == [None], "no stream was known before"
     for stream in (7, 9, 9, 7):
         current[0] = stream
         transport.exchange(rows, [1] * world, [1] * world)
@@ -222,7 +222,7 @@ def test_exchanges_on_two_streams_keep_their_order() -> None:
 
 
 def reused_on_another_stream(me: int, world: int, name: str) -> None:
-    """Two batches on streams that are made up: what received the first one's rows is handed out to the second one's stream."""
+    """Two batches on stubbed streams: the buffer of the first batch is used again on the second stream."""
     transport: Any = symmetric(name)
     current, followed = [None], []
     transport.copy_streams.handle = lambda stream: current[0] if stream is None else 0
@@ -235,20 +235,20 @@ def reused_on_another_stream(me: int, world: int, name: str) -> None:
 
     for capture in (0, 7):
         transport._capture = lambda: 0
-        held = [exchanged(7), exchanged(7)]  # memory for what is captured
+        held = [exchanged(7), exchanged(7)]  # allocates memory for the capture
         del held
         transport._capture = lambda capture=capture: capture
         transport.open = partial(type(transport).open, transport, in_graphs=True)
         first = exchanged(7)
         if capture:
-            assert followed == [], "work outside of a capture is done before it"
+            assert followed == [], "no wait for work before the capture"
         second = exchanged(9)
         assert followed == ([] if capture else [7])
-        place = first.data_ptr()
+        address = first.data_ptr()
         del first
         third = exchanged(9)
-        assert third.data_ptr() == place
-        assert followed == [7], "stream 7 may still read there"
+        assert third.data_ptr() == address
+        assert followed == [7], "stream 7 may still read the buffer"
         del second, third
         fourth = exchanged(9)
         assert followed == [], "one stream needs no wait"
@@ -259,7 +259,7 @@ def test_a_buffer_waits_for_the_stream_that_used_it_last() -> None:
     run_virtual(reused_on_another_stream, 2)
 
 
-def beside_its_device(me: int, world: int, name: str) -> None:
+def on_another_device(me: int, world: int, name: str) -> None:
     transport: Any = symmetric(name)
     rows = torch.ones(1, 32)
     transport.exchange(rows, [1], [1])
@@ -274,12 +274,12 @@ def beside_its_device(me: int, world: int, name: str) -> None:
     for call in calls:
         with raises_naming("the current CUDA device is 0", "want 1", "torch.cuda.set_device(1)", "with torch.cuda.device(1)"):
             call()
-    assert transport.rendezvous.round == rounds, "nothing was shown to the others, who go on waiting"
+    assert transport.rendezvous.round == rounds, "no round of the host all-gather has begun"
     transport.device = CPU
     transport.exchange(rows, [1], [1])
 
 
-def test_a_tensor_beside_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A made-up machine of two GPUs: the tensor is on the second one, the first one is the current device."""
+def test_a_tensor_that_is_not_on_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stubbed machine of two GPUs: the tensor is on the second GPU, the current device is the first."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    run_virtual(beside_its_device, 1)
+    run_virtual(on_another_device, 1)

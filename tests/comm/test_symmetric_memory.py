@@ -1,4 +1,4 @@
-"""Memory that peers write into: whoever holds a tensor keeps it, and it is free again when the last one is gone."""
+"""Buffers that peers write into: a tensor on a buffer keeps it, and it is free again when the last tensor is gone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_lease_ends_with_the_last_view() -> None:
     assert pool.take(100) == 0
 
 
-def test_what_autograd_saved_keeps_it() -> None:
+def test_tensors_that_autograd_saved_keep_the_buffer() -> None:
     pool = pool_of(4096)
     pool.take(1)
     w = torch.ones(4, 8, requires_grad=True)
@@ -47,7 +47,7 @@ def test_what_autograd_saved_keeps_it() -> None:
     assert pool.take(1) == 0
 
 
-def test_the_smallest_that_fits() -> None:
+def test_the_smallest_buffer_that_fits_is_taken() -> None:
     pool = pool_of(64 << 20, 7 << 20, 6 << 20)
     assert pool.take(5 << 20) == 2
     assert pool.take(5 << 20) == 1
@@ -57,40 +57,40 @@ def test_the_smallest_that_fits() -> None:
     assert pool.nbytes() == 77 << 20
 
 
-def test_of_several_sizes_the_largest_has_the_first_choice() -> None:
+def test_take_each_serves_the_largest_size_first() -> None:
     pool = pool_of(64 << 20, 7 << 20)
     assert pool.take_each([5 << 20, 40 << 20, 6 << 20]) == [-1, 0, 1]
 
 
-def test_far_too_large() -> None:
-    """64 MiB for 33 are: rows in bf16 for what is saved in MX."""
+def test_largest_buffer_for_a_size() -> None:
+    """64 MiB are too large for 33 MiB: tokens that are saved in MX should not occupy a buffer for bf16 rows."""
     assert most_bytes(33 << 20) < 64 << 20 <= most_bytes(45 << 20)
     assert most_bytes(1) == 4 << 20
 
 
-def test_a_captures_own_slab_comes_first_unless_it_is_far_too_large() -> None:
+def test_a_captures_own_buffer_comes_first_unless_it_is_far_too_large() -> None:
     pool = pool_of(64 << 20, 7 << 20, 6 << 20)
     for index in (0, 1):
         pool.give_back(pool.take(pool.buffers[index].memory.numel()), owner=7)
     assert pool.take(6 << 20, owner=7) == 1
     assert pool.take(6 << 20, owner=7) == 2
-    assert pool.take(6 << 20, owner=7) == 0, "better than none"
+    assert pool.take(6 << 20, owner=7) == 0, "a far too large buffer is better than none"
 
 
-def test_steps_of_a_sixteenth() -> None:
+def test_sizes_are_rounded_up_by_at_most_a_sixteenth() -> None:
     for size in (0, 1, 4096, 4097, 10**6, 10**9, 123_456_789):
         assert size <= buffer_bytes(size) <= size + max(4096, size // 16)
         assert buffer_bytes(buffer_bytes(size)) == buffer_bytes(size)
 
 
-def test_what_hangs_on_shapes_alone_is_hardly_too_large() -> None:
+def test_sizes_that_depend_on_shapes_alone_are_rounded_up_to_pages() -> None:
     for size in (0, 1, 4096, 4097, 10**6, 10**9, 123_456_789):
         assert size <= buffer_bytes(size, shape_static=True) <= min(size + max(4096, 2 << 20), buffer_bytes(size))
     assert buffer_bytes(131072 * 4224, shape_static=True) == 553_648_128
 
 
-def test_what_is_removed_is_nowhere() -> None:
-    """Neither given out nor written to; the others keep their numbers, and no number comes again."""
+def test_removed_buffers_are_not_used_again() -> None:
+    """They are neither taken nor written to; the other buffers keep their numbers, and no number is used again."""
     pool = pool_of(4096, 8192, 4096)
     pool.now = 5
     assert pool.take(5000) == 1
@@ -107,16 +107,16 @@ def test_what_is_removed_is_nowhere() -> None:
     assert pool.add(SymmBuffer(memory, [memory.data_ptr()])) == 3
 
 
-def test_a_tensor_may_die_while_the_pool_is_asked() -> None:
-    """The garbage collector runs where it wants, on the thread that holds the lock as well."""
+def test_a_tensor_may_be_freed_while_the_pool_is_locked() -> None:
+    """The garbage collector may run at any time, also on the thread that holds the lock."""
     pool = pool_of(4096, 8192)
     held = [tensor_on(BufferRef(pool, pool.take(1)))]
     pool.each(lambda buffer: held.clear())
     assert pool.take(1) == 0
 
 
-def test_what_a_capture_took_is_its_own() -> None:
-    """A buffer that a CUDA graph writes to in every replay goes to nobody else, not even when it is free; the capture may take it again."""
+def test_buffers_of_a_capture_are_reserved_for_it() -> None:
+    """A CUDA graph writes to its buffer in every replay: even when it is free, only that capture may take it again."""
     pool = pool_of(8192, 4096)
     assert pool.take(100, owner=7) == 1
     tensor = tensor_on(BufferRef(pool, 1, owner=7))
@@ -127,8 +127,8 @@ def test_what_a_capture_took_is_its_own() -> None:
     assert pool.take(100, owner=7) == 1
 
 
-def test_what_was_taken_for_nothing_is_as_it_was() -> None:
-    """Eager ones stay eager, though a capture had taken them, and as long unused as before; what growth claimed as well."""
+def test_put_back_restores_the_state_before_take() -> None:
+    """Eager buffers that a capture took stay eager, with their time of last use; so do buffers that growth claimed."""
     pool = pool_of(8192, 4096)
     pool.now = 3
     assert pool.take(100, owner=7) == 1
@@ -147,8 +147,8 @@ def test_what_was_taken_for_nothing_is_as_it_was() -> None:
     assert pool.free() == {2: 5}
 
 
-def test_many_taken_and_given_back_in_any_order() -> None:
-    """Against a plain search: the smallest that fits, the first of equal ones."""
+def test_random_takes_and_returns() -> None:
+    """Against a linear search: the smallest buffer that fits, the first of equal ones."""
     draw = random.Random(0)
     sizes = [draw.choice((1, 2, 3, 5, 8, 13)) << 20 for _ in range(40)]
     pool, free = pool_of(*sizes), set(range(40))

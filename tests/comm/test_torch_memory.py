@@ -1,6 +1,6 @@
-"""Symmetric memory that does not fit: what torch's allocator keeps is let go of first, and then it is the same error on every rank.
+"""Symmetric memory that does not fit: torch's cache is emptied first; if that does not help, every rank raises the same error.
 
-And memory that is let go of: not before every rank's device is done.
+Memory is released only when every rank's device is done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda", 0)
 def allocations(
     monkeypatch: pytest.MonkeyPatch, free: list[int], world: int, set_up: list[int] | None = None
 ) -> list[BaseException | None]:
-    """How 1000 bytes fare on ranks with so many left, each rank a thread; what a rank's cache holds is free after it was emptied.
+    """The errors of allocating 1000 bytes on ranks (threads) with `free` bytes left, to which emptying the cache adds 500.
 
     set_up: how often each rank's process has set up symmetric memory before.
     """
@@ -52,7 +52,7 @@ def allocations(
         try:
             assert TorchMemory("group", DEVICE, HostAllGather(shared, rank, world, 20.0)).allocate(1000).memory.numel() == 1000
         except BaseException as error:
-            assert mine.taken() is None, "others may try again with that much more room"
+            assert mine.taken() is None, "a failed allocation is freed, so that other ranks have room to try again"
             ends[rank] = error
 
     threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(world)]
@@ -63,11 +63,11 @@ def allocations(
     return ends
 
 
-def test_the_cache_is_emptied_where_that_makes_room(monkeypatch: pytest.MonkeyPatch):
+def test_the_cache_is_emptied_if_that_makes_room(monkeypatch: pytest.MonkeyPatch):
     assert allocations(monkeypatch, [5000, 600], 2) == [None, None]
 
 
-def test_a_rank_without_room_is_the_same_error_everywhere(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_without_room_is_the_same_error_on_every_rank(monkeypatch: pytest.MonkeyPatch):
     ends = allocations(monkeypatch, [5000, 5000, 100], 3)
     assert [type(end) for end in ends] == [torch.OutOfMemoryError] * 3
     assert {str(end) for end in ends} == {str(ends[0])}
@@ -75,8 +75,8 @@ def test_a_rank_without_room_is_the_same_error_everywhere(monkeypatch: pytest.Mo
     assert "rank 2 has 600 left" in str(ends[0])
 
 
-def test_ranks_that_torch_would_let_wait_for_ever_are_the_same_error_everywhere(monkeypatch: pytest.MonkeyPatch):
-    """Two groups that share some of their processes: each of these has taken part in what the other group set up."""
+def test_different_setup_counts_are_the_same_error_on_every_rank(monkeypatch: pytest.MonkeyPatch):
+    """Two groups share some of their processes, which have set up memory more often than the others: torch would wait for ever."""
     assert allocations(monkeypatch, [5000] * 3, 3, set_up=[4, 4, 4]) == [None] * 3
     ends = allocations(monkeypatch, [5000] * 3, 3, set_up=[4, 4, 3])
     assert [type(end) for end in ends] == [RuntimeError] * 3
@@ -85,7 +85,7 @@ def test_ranks_that_torch_would_let_wait_for_ever_are_the_same_error_everywhere(
     assert "'collective'" in str(ends[0])
 
 
-def test_memory_is_let_go_of_when_every_device_is_done(monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_released_when_every_device_is_done(monkeypatch: pytest.MonkeyPatch):
     world, shared, events = 3, bytearray(rendezvous_bytes(3)), []
 
     def synchronize(device: torch.device) -> None:
@@ -96,13 +96,13 @@ def test_memory_is_let_go_of_when_every_device_is_done(monkeypatch: pytest.Monke
 
     class Owner:
         def __del__(self) -> None:
-            events.append("let go")
+            events.append("released")
 
     def rank_of(rank: int) -> None:
         buffers = [SymmBuffer(torch.zeros(8, dtype=torch.uint8), [1, 2, 3], Owner()) for _ in range(2)]
         memories = [weakref.ref(buffer.memory) for buffer in buffers]
         TorchMemory("group", DEVICE, HostAllGather(shared, rank, world, 20.0)).release(buffers)
-        events.append("back")
+        events.append("returned")
         assert not any(buffer.addresses or buffer.memory.numel() for buffer in buffers)
         assert [memory() for memory in memories] == [None, None]
         events.append("checked")
@@ -112,5 +112,5 @@ def test_memory_is_let_go_of_when_every_device_is_done(monkeypatch: pytest.Monke
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert events[:9] == ["done"] * 3 + ["let go"] * 6
-    assert sorted(events[9:]) == ["back"] * 3 + ["checked"] * 3
+    assert events[:9] == ["done"] * 3 + ["released"] * 6
+    assert sorted(events[9:]) == ["checked"] * 3 + ["returned"] * 3

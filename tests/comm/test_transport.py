@@ -1,4 +1,4 @@
-"""Which transport a group takes: by name, by the environment, by what the machine can do, and what is said where it cannot."""
+"""Which transport a group takes: by name, by the environment, by what the machine can do; warnings and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class StandIn:
-    """What `make_symmetric` would make on GPUs."""
+    """A stub for the transport that `make_symmetric` makes on GPUs."""
 
     name = "symmetric"
 
@@ -45,7 +45,7 @@ def group() -> Iterator[str]:
     dist.destroy_process_group()
 
 
-def test_by_name(group: str) -> None:
+def test_transport_by_name(group: str) -> None:
     assert transport_of(group, CPU).name == "collective"
     assert set_transport("collective") == set_transport("auto", group) == "collective"
     with raises_naming("'nccl' is unknown", "'collective' or 'symmetric'"):
@@ -57,7 +57,7 @@ def test_by_name(group: str) -> None:
     assert transport_of(group, CPU).name == "collective", "an error changes nothing"
 
 
-def test_by_the_environment(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transport_by_the_environment(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MXEP_TRANSPORT", "symmetric")
     with raises_naming("'symmetric' does not run"):
         torch.ops.mxep.exchange_rows(torch.ones(2, 3), [2], [2], group)
@@ -65,7 +65,7 @@ def test_by_the_environment(group: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.ops.mxep.exchange_rows(torch.ones(2, 3), [2], [2], group).shape == (2, 3)
 
 
-def test_auto_is_collective_on_a_cpu_and_alone_without_a_word(
+def test_auto_is_collective_on_a_cpu_and_on_one_rank_without_a_warning(
     group: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(transport.MAKERS, "symmetric", lambda *_: pytest.fail("there is nothing to share"))
@@ -75,7 +75,7 @@ def test_auto_is_collective_on_a_cpu_and_alone_without_a_word(
 
 
 def _unreachable_gpus(rank: int, world: int) -> list[str]:
-    """GPUs that do not reach each other, made up."""
+    """Stubbed GPUs without peer access."""
     said: list[str] = []
     transport._log.warning = lambda text, *args: said.append(text % args)
     symmetric_setup.gpu_identity = lambda device: f"GPU-{rank}"
@@ -92,7 +92,7 @@ def test_auto_says_why_it_is_not_symmetric() -> None:
 
 
 def test_groups_that_cannot_share_memory() -> None:
-    """The machines are made up: no second host and no GPU without peer access is at hand."""
+    """On stubbed machines, since tests have no second host and no GPU without peer access."""
     fine = [("a", "GPU-1", None), ("a", "GPU-2", None)]
     assert group_problem(fine) is None
     assert "2 hosts" in str(group_problem([*fine, ("b", "GPU-1", None)]))
@@ -118,7 +118,7 @@ def test_this_machine_has_one_identity() -> None:
 
 
 def _two_nodes(rank: int, world: int) -> str:
-    """A group that spans nodes, the second one made up."""
+    """A group over two nodes, one of them stubbed."""
     symmetric_setup.host_identity, symmetric_setup.gpu_identity = lambda: f"node {rank}", lambda device: "GPU-0"
     symmetric_setup.peer_access_problem = lambda device, peers: None
     said: list[str] = []
@@ -137,21 +137,21 @@ def test_a_group_over_two_nodes_is_collective_and_says_so() -> None:
 
 
 def _shared(rank: int, world: int) -> None:
-    """Two GPUs that reach each other, made up, and CPU rows of the same group."""
+    """Two stubbed GPUs with peer access, and CPU rows of the same group."""
     symmetric_setup._set_up = StandIn
     transport._log.warning = lambda text, *args: pytest.fail(text % args)
-    world_name, gone = dist.group.WORLD.group_name, []
+    world_name, closed_later = dist.group.WORLD.group_name, []
 
     assert transport_of(world_name, GPU).name == "symmetric"
     assert transport_of(world_name, GPU).args == (dist.group.WORLD, GPU, 45)  # run_ranks' own time limit
-    gone.append(transport_of(world_name, GPU))
+    closed_later.append(transport_of(world_name, GPU))
     assert transport_of(world_name, CPU).name == "collective"
-    assert transport_of(world_name, GPU) is gone[0], "GPU rows first"
+    assert transport_of(world_name, GPU) is closed_later[0], "GPU rows came first"
 
     group = dist.new_group(timeout=datetime.timedelta(seconds=7))
     assert transport_of(group.group_name, CPU).name == "collective"
     assert transport_of(group.group_name, GPU).args == (group, GPU, 7)
-    assert transport_of(group.group_name, CPU).name == "collective", "CPU rows first"
+    assert transport_of(group.group_name, CPU).name == "collective", "CPU rows came first"
     x = torch.full((2, 4), float(rank))
     assert torch.ops.mxep.exchange_rows(x, [1, 1], [1, 1], group.group_name)[:, 0].tolist() == [0, 1]
 
@@ -159,29 +159,29 @@ def _shared(rank: int, world: int) -> None:
         for timeout_s in (None, 3):
             assert set_transport(name, group, timeout_s=timeout_s, device=GPU) == transport_of(group.group_name, GPU).name
             if name != "collective":
-                gone.append(transport_of(group.group_name, GPU))
-                assert gone[-1].args == (group, GPU, timeout_s or 7)
-            assert transport_of(group.group_name, CPU).name == on_cpu, "a name is for all rows, 'auto' for its own"
+                closed_later.append(transport_of(group.group_name, GPU))
+                assert closed_later[-1].args == (group, GPU, timeout_s or 7)
+            assert transport_of(group.group_name, CPU).name == on_cpu, "a name holds for rows on all devices, 'auto' for one"
     close_transports()
-    assert all(old.closed for old in gone)
+    assert all(old.closed for old in closed_later)
 
 
 def test_auto_takes_symmetric_memory_for_gpus_with_the_groups_time_limit() -> None:
     run_ranks(_shared, 2, timeout=45)
 
 
-def test_a_backend_that_tells_no_time_limit() -> None:
+def test_a_backend_without_a_time_limit() -> None:
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     assert symmetric_setup.timeout_of(dist.group.WORLD, GPU) == symmetric_setup.DEFAULT_TIMEOUT_S
     dist.destroy_process_group()
 
 
-def test_a_new_group_of_an_old_name_gets_its_own(group: str) -> None:
+def test_a_new_group_of_an_old_name_gets_a_transport_of_its_own(group: str) -> None:
     old: Any = StandIn()
     register(group, old)
     assert transport_of(group, CPU) is old
-    kept = dist.group.WORLD  # nor does one that somebody still holds count as there
+    kept = dist.group.WORLD  # a destroyed group is gone even if an object still refers to it
     dist.destroy_process_group()
     with raises_naming("no process group named"):
         torch.ops.mxep.exchange_rows(torch.ones(2, 3), [2], [2], group)
@@ -194,7 +194,7 @@ def test_a_new_group_of_an_old_name_gets_its_own(group: str) -> None:
     assert not old.closed, "closed once"
 
 
-def test_a_group_made_anew_between_two_exchanges(group: str) -> None:
+def test_a_group_that_is_recreated_between_two_exchanges(group: str) -> None:
     old: Any = StandIn()
     register(group, old)
     dist.destroy_process_group()
@@ -204,7 +204,7 @@ def test_a_group_made_anew_between_two_exchanges(group: str) -> None:
 
 
 def _fails_on_one_rank(rank: int, world: int) -> list[list[str]]:
-    """Rank 1 gets no symmetric memory, before the others wait for it on the rendezvous and behind that; rank 0 no file."""
+    """Rank 1 gets no symmetric memory, before or after the host all-gather; or rank 0 gets no file."""
     at, made, said, errors = "", [], [], []
 
     class Half(StandIn):
@@ -223,7 +223,7 @@ def _fails_on_one_rank(rank: int, world: int) -> list[list[str]]:
     transport._log.warning = lambda text, *args: said.append(text % args)
     symmetric_setup.gpu_identity, symmetric_setup.peer_access_problem = lambda device: f"GPU-{rank}", lambda device, peers: None
     symmetric_setup.SymmetricTransport, symmetric_setup.CudaCopyStreams = Half, lambda device: None
-    for at in ("before", "behind", "file"):
+    for at in ("before", "after", "file"):
         if at == "file":
             symmetric_setup.shared_file = no_file
         start = time.monotonic()
@@ -231,7 +231,7 @@ def _fails_on_one_rank(rank: int, world: int) -> list[list[str]]:
         with pytest.raises(ValueError, match="transport 'symmetric' does not run") as error:
             set_transport("symmetric", device=GPU)
         errors.append(str(error.value))
-        assert time.monotonic() - start < 15, "not the time limit"
+        assert time.monotonic() - start < 15, "no rank waits for the time limit"
         assert len(made) == (0 if at == "before" or rank == 1 else 2)
         assert all(one.closed for one in made)
     return [said, errors]
@@ -239,20 +239,20 @@ def _fails_on_one_rank(rank: int, world: int) -> list[list[str]]:
 
 def test_all_ranks_fall_back_when_one_fails() -> None:
     for texts in run_ranks(_fails_on_one_rank, 2, timeout=60):
-        for before, behind, file in texts:
+        for before, after, file in texts:
             assert "rank 1 could not make it: RuntimeError: peer handles are forbidden" in before
-            assert "rank 1 could not make it: RuntimeError: no memory for events" in behind
+            assert "rank 1 could not make it: RuntimeError: no memory for events" in after
             assert "rank 0 made no file that the ranks could share: OSError: no space" in file
 
 
-def test_a_transport_made_in_inference_mode_serves_in_training(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+def test_a_transport_made_in_inference_mode_can_be_used_in_training(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
     made: list[torch.Tensor] = []
     monkeypatch.setitem(transport.MAKERS, "symmetric", lambda *_: made.append(torch.zeros(1)) or StandIn())
     monkeypatch.setenv("MXEP_TRANSPORT", "symmetric")
     with torch.inference_mode():
         assert transport_of(group, GPU).name == "symmetric"
         assert torch.is_inference_mode_enabled()
-    made[0].add_(1)  # as it counts its exchanges, which is an error for a tensor of inference mode
+    made[0].add_(1)  # as it counts its exchanges; an error for a tensor of inference mode
 
 
 _FORKS = """
@@ -271,11 +271,11 @@ class Transport:
 def forked(act):
     if (child := os.fork()) == 0:
         act()
-        sys.exit(0)  # as a program ends, with all that it does then
+        sys.exit(0)  # as a program ends, with its exit handlers
     assert os.waitpid(child, 0)[1] == 0
 
 
-def heard():
+def error_of_the_peer():
     try:
         peer.all_gather([])
     except ExchangeError as error:
@@ -300,24 +300,24 @@ def have_its_own():
 
 register("group", Transport())
 forked(lambda: None)
-assert "nothing from rank 0" in heard()
+assert "nothing from rank 0" in error_of_the_peer()
 forked(close_transports)
 forked(use)
-assert "nothing from rank 0" in heard(), "the rank is there, and its forked processes are not it"
+assert "nothing from rank 0" in error_of_the_peer(), "a forked process does not take part as the rank"
 forked(have_its_own)
 close_transports()
-assert "rank 0 has closed its transport" in heard()
+assert "rank 0 has closed its transport" in error_of_the_peer()
 """
 
 
-def test_a_forked_process_that_ends_leaves_the_transport_alone() -> None:
+def test_a_forked_process_that_ends_does_not_close_the_transport() -> None:
     ran = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "closed its own\n"
 
 
-def test_every_transport_is_closed_when_one_fails_to() -> None:
-    """On the way out the device may be broken for one group's memory."""
+def test_all_transports_are_closed_even_if_one_fails() -> None:
+    """At the end of a process the device may be broken for one group's memory."""
 
     class Broken(StandIn):
         def close(self) -> None:
@@ -333,16 +333,16 @@ def test_every_transport_is_closed_when_one_fails_to() -> None:
     close_transports()
 
 
-def test_a_gpu_without_its_number_is_the_current_one(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_device_without_an_index_is_the_current_one(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
     monkeypatch.setitem(transport.MAKERS, "symmetric", lambda name, device, timeout_s: made.append(device) or StandIn())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert set_transport("symmetric", group, device="cuda") == "symmetric"
-    assert made == [torch.device("cuda", 3)], "as rows on it say"
+    assert made == [torch.device("cuda", 3)], "the device that tensors on it have"
 
 
 class LoggingTransport(CollectiveTransport):
-    """A transport of somebody else: the example of `mxep.comm.transport`."""
+    """A user's transport: the example of `mxep.comm.transport`."""
 
     name = "logging"
     log: ClassVar[list[str]] = []
@@ -352,8 +352,8 @@ class LoggingTransport(CollectiveTransport):
         return super().exchange(rows, output_splits, input_splits)
 
 
-def _another_transport(rank: int, world: int) -> None:
-    """One row of one table: every exchange goes over it, with the bits of the transport that it wraps."""
+def _user_transport(rank: int, world: int) -> None:
+    """Registered by one entry of MAKERS: every exchange uses it, with the bits of the transport that it wraps."""
     transport.MAKERS["logging"] = LoggingTransport.make
     log, group = LoggingTransport.log, dist.group.WORLD
     router = torch.randn(2 * world, 64, generator=seeded(9))
@@ -375,5 +375,5 @@ def _another_transport(rank: int, world: int) -> None:
     close_transports()
 
 
-def test_a_transport_of_somebody_else() -> None:
-    run_ranks(_another_transport, 2)
+def test_a_transport_of_a_user() -> None:
+    run_ranks(_user_transport, 2)

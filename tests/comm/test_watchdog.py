@@ -1,4 +1,4 @@
-"""The watchdog on events that are made up: it counts from where an exchange begins, and tells of one that does not end."""
+"""The watchdog on stubbed events: its clock starts when an exchange begins, and it reports an exchange that does not end."""
 
 from __future__ import annotations
 
@@ -26,96 +26,96 @@ class Event:
         return self.done
 
 
-def test_what_does_not_end_is_told_and_what_has_not_begun_is_not() -> None:
-    told, stuck = [], threading.Event()
+def test_exchanges_that_do_not_end_are_reported_and_those_that_have_not_begun_are_not() -> None:
+    reported, stuck = [], threading.Event()
 
-    def tell(what: str) -> None:
-        told.append(what)
+    def report(what: str) -> None:
+        reported.append(what)
         stuck.set()
 
-    watchdog = Watchdog(0.2, tell)
+    watchdog = Watchdog(0.2, report)
     first, second = (Event(), Event()), (Event(), Event(True))
     watchdog.watch(*first, "first")
     watchdog.watch(*second, "second")
     time.sleep(0.6)
-    assert told == [], "work of the same stream is still before it"
+    assert reported == [], "it waits for earlier work on its stream"
     first[0].done = True
     start = time.monotonic()
     assert stuck.wait(5)
     assert time.monotonic() - start > 0.15
-    assert set(told) == {"first"}
+    assert set(reported) == {"first"}
     first[1].done = True
     time.sleep(0.1)
-    told.clear()
+    reported.clear()
     stuck.clear()
     third = Event(True), Event()
     watchdog.watch(*third, "third")
     assert stuck.wait(5)
-    assert set(told) == {"third"}
+    assert set(reported) == {"third"}
     third[1].done = True
     watchdog.close()
 
 
-def test_lanes_of_which_nobody_tells_the_end() -> None:
-    """One that waits behind an exchange without an end is told; those that are through are not."""
-    told, stuck, marks = [], threading.Event(), {stream: Event(stream != REMOTE) for stream in (None, REMOTE, LOCAL, SLOTTED)}
+def test_streams_with_a_pending_wait_are_reported() -> None:
+    """A stream that waits in an exchange without an end is reported; streams that are done are not."""
+    reported, stuck, marks = [], threading.Event(), {stream: Event(stream != REMOTE) for stream in (None, REMOTE, LOCAL, SLOTTED)}
 
-    def tell(what: str) -> None:
-        told.append(what)
+    def report(what: str) -> None:
+        reported.append(what)
         stuck.set()
 
-    watchdog = Watchdog(0.2, tell)
+    watchdog = Watchdog(0.2, report)
     watchdog.watch_streams(SimpleNamespace(record=marks.get))  # type: ignore[arg-type]
     assert stuck.wait(5)
-    assert set(told) == {"an exchange that was left"}
+    assert set(reported) == {"an exchange that was left"}
     marks[REMOTE].done = True
     time.sleep(0.1)
-    told.clear()
+    reported.clear()
     time.sleep(0.4)
-    assert told == []
+    assert reported == []
     watchdog.close()
 
 
-def test_events_of_what_has_ended_are_handed_on() -> None:
-    """Both of them, and none of what is still under way."""
-    handed: list[Event] = []
-    watchdog = Watchdog(0.2, print, recycle=handed.append)
+def test_events_of_ended_exchanges_are_recycled() -> None:
+    """Both events of an ended exchange are recycled, and none of a running one."""
+    recycled: list[Event] = []
+    watchdog = Watchdog(0.2, print, recycle=recycled.append)
     ended, running = (Event(True), Event(True)), (Event(True), Event())
     watchdog.watch(*ended, "ended")
     watchdog.watch(*running, "running")
     time.sleep(0.1)
-    assert handed == list(ended)
+    assert recycled == list(ended)
     running[1].done = True
     watchdog.close()
 
 
-def test_what_counts_itself() -> None:
-    """One that has begun and does not end; one after the other that end is nothing to tell, nor is one while others end."""
-    told, stuck = [], threading.Event()
+def test_counted_exchanges() -> None:
+    """An exchange that has begun and does not end is reported. Exchanges that end one after the other are not."""
+    reported, stuck = [], threading.Event()
 
-    def tell(what: str) -> None:
-        told.append(what)
+    def report(what: str) -> None:
+        reported.append(what)
         stuck.set()
 
     count = [0, 0]
-    watchdog = Watchdog(0.3, tell)
+    watchdog = Watchdog(0.3, report)
     watchdog.watch_count("number {}", lambda: (count[0], count[1]))
-    for _ in range(10):  # always inside of one, never long inside of the same
+    for _ in range(10):  # always inside of an exchange, never long inside of the same one
         count[0] += 1
         time.sleep(0.05)
         count[1] = count[0] - 1
     count[1] = count[0]
     time.sleep(0.5)
-    assert told == []
+    assert reported == []
     count[0] += 1
     assert stuck.wait(5)
-    assert set(told) == {"number 11"}
+    assert set(reported) == {"number 11"}
     count[1] += 1
     watchdog.close()
 
 
-def test_what_was_looked_at_is_let_go_at_the_end() -> None:
-    """Without the garbage collector: memory of slots would outlive its group."""
+def test_close_releases_the_counters() -> None:
+    """Without the garbage collector: otherwise the memory of slots would outlive its group."""
 
     class Counter:
         def read(self) -> tuple[int, int]:
@@ -161,7 +161,7 @@ main_thread_waits()
     ids=["does not return", "raises", "logging waits too", "a check does not return"],
 )
 def test_the_process_ends_if_the_wait_cannot_be_ended(seconds: float, parts: dict[str, str]) -> None:
-    """No thread of it would come back: neither the one in the driver nor the watchdog's."""
+    """No thread would return: neither the one in the driver nor the watchdog's."""
     program = _STUCK.format(**{"waits": "for_ever()", "query": "lambda: False"} | parts)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGABRT
@@ -181,29 +181,29 @@ Watchdog(0.3, lambda what: ended.set()).watch(over, end, "exchange 19")
 
 
 def test_a_wait_ends_while_python_shuts_down() -> None:
-    """An error that nobody catches ends there."""
+    """That is where an uncaught error ends the program."""
     ended = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 
 
-def test_a_wait_that_is_ended_in_time_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_ends_in_time_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.comm.watchdog._RESCUE_S", 0.2)
     monkeypatch.setattr("mxep.comm.watchdog._PAUSE_S", 0.02)
     aborted: list[tuple[str, float]] = []
     monkeypatch.setattr("mxep.comm.watchdog._abort", lambda *what: aborted.append(what))
-    told: list[str] = []
+    reported: list[str] = []
     begin, end = Event(True), Event()
-    watchdog = Watchdog(0.1, told.append)
+    watchdog = Watchdog(0.1, reported.append)
     watchdog.watch(begin, end, "exchange 19")
     time.sleep(1)
     end.done = True
-    assert set(told) == {"exchange 19"}
-    assert len(told) > 3
+    assert set(reported) == {"exchange 19"}
+    assert len(reported) > 3
     watchdog.close()
     assert aborted == []
 
 
-def test_a_broken_device_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_device_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program may save what it has on the host."""
     monkeypatch.setattr("mxep.comm.watchdog._RESCUE_S", 0.1)
     monkeypatch.setattr("mxep.comm.watchdog._PAUSE_S", 0.02)

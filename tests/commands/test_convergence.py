@@ -1,4 +1,4 @@
-"""`mxep convergence` on a CPU: pieces, the same evaluations in all runs, the record, the verdict, and what it refuses."""
+"""`mxep convergence` on a CPU: pieces, the same evaluations in all runs, the record, the verdict, and errors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_no_verdict_on_losses_that_still_fall() -> None:
     assert summarize({name: [falling(end) for end in (1.0, 1.05, 1.1)] for name in RECIPES}, 100)["no_verdict"] == []
 
 
-def test_a_run_without_a_step_in_the_last_tenth_is_told() -> None:
+def test_a_run_without_a_step_in_the_last_tenth_is_reported() -> None:
     skipped = [record for record in metrics(2.0) if record["kind"] != "step" or record["step"] <= 18]
     with pytest.raises(ValueError, match=r"no 'step' record in the last tenth of 20 steps, want one or more: the log\.txt of a run says"):
         summarize({"mxfp8": [metrics(2.0), skipped], "bf16": [metrics(2.0), metrics(2.0)]}, 20)
@@ -150,7 +150,7 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "holds runs already" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_is_told_and_the_others_do_not_start(tmp_path: Path) -> None:
+def test_a_run_that_fails_is_reported_and_the_others_do_not_start(tmp_path: Path) -> None:
     runs = [SeedRun("bf16", seed, tmp_path / str(seed), ("--recipe", "bf16")) for seed in range(2)]
     said: list[str] = []
     failed = RunPool(runs, lambda run: ["train", "--stepz", "3"], 1, None, said.append).run(lambda: "")
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "file/runs/plan.json cannot be written: Not a directory; choose another --out" in capsys.readouterr().err
 
 
-def test_what_is_given_goes_before_the_defaults(tmp_path: Path) -> None:
+def test_given_options_override_the_defaults(tmp_path: Path) -> None:
     words = train_options(["--model", "dsv3_debug", "--eval-tokens", "2048"], tmp_path)
     assert "dsv3_small" not in words
     assert words.index("98304") < words.index("2048")

@@ -1,4 +1,4 @@
-"""`mxep doctor`: what it prints is computed, and what cannot be is said."""
+"""`mxep doctor`: its output is computed, and missing parts are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert all(word in text for word in (*extra.modules, extra.gives))
 
 
-def test_doctor_ends_where_no_path_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_fails_where_no_path_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a GPU whose machine lacks NVRTC: every table is there, and no self-test."""
     monkeypatch.setattr(doctor, "available_gemm_paths", lambda device: dict.fromkeys(GEMM_PATHS, "nvrtc: not found (test)"))
     assert doctor.command([]) == 1

@@ -1,4 +1,4 @@
-"""`mxep explain`: stages and rows by hand, the verdict on memory, and what it refuses."""
+"""`mxep explain`: stages and rows by hand, the verdict on memory, and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mxep.train.memory import peak_memory
 
 
 def test_layer_stages_by_hand() -> None:
-    """2 ranks, 4 tokens, top-2 of 4 experts, D 64, H 32: 8 rows, half of them go away."""
+    """2 ranks, 4 tokens, top-2 of 4 experts, D 64, H 32: 8 rows, half of them are sent to the other rank."""
     stages = {stage.name: stage for stage in layer_stages(T=4, D=64, H=32, E=4, C=2, W=2, recipe=resolve_recipe(None))}
     assert stages["dispatch"].out == (8, 64)
     assert stages["dispatch"].wire_bytes == (4 * 80, 4 * 128)  # 64 + 2 bytes padded to 80; bf16 back
@@ -115,7 +115,7 @@ def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert "stage 1 of 2 needs most" in text
 
 
-def test_what_is_kept_depends_on_the_form_of_the_first_product(capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_bytes_depend_on_the_form_of_the_first_product(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for form in ("hp", "mxfp8"):
         assert main(["explain", "--ep", "4", "--fused-layer", "--keep-first-product", form]) == 0

@@ -1,4 +1,4 @@
-"""`mxep generate`: what a run learned comes out, streamed; runs and Hugging Face folders, bytes and tokenizers, chats; wrong use."""
+"""`mxep generate`: it prints text that a run learned, streamed; runs and Hugging Face folders, bytes and tokenizers, chats; wrong use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def of_chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield train(folder / "run", data=(str(data),), tokenizer=tokenizer, chat=True, mask_documents=True, seq_len=128, **options)
 
 
-def test_what_was_learned_comes_out(of_bytes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learned_text_is_generated(of_bytes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Greedy; the end of a document ends it. The same from the Hugging Face folder of the run."""
     assert doctest.testmod(generate).failed == 0
     words = ["The caf", "--temperature", "0", "--max-new-tokens", "200", "--device", "cpu"]
@@ -71,7 +71,7 @@ def test_what_was_learned_comes_out(of_bytes: Path, tmp_path: Path, capsys: pyte
     assert capsys.readouterr().out.endswith(out)
 
 
-def test_a_piece_is_whole_characters_and_comes_at_once(of_bytes: Path) -> None:
+def test_a_piece_has_whole_characters_and_is_printed_at_once(of_bytes: Path) -> None:
     """One token after the other; the two bytes of a character are one piece."""
     pieces = stream(GenerateConfig(of_bytes, "The caf", max_new_tokens=6, temperature=0.0, device="cpu"))
     assert next(pieces) == "The caf"
@@ -79,7 +79,7 @@ def test_a_piece_is_whole_characters_and_comes_at_once(of_bytes: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_says_the_same(of_bytes: Path) -> None:
+def test_a_gpu_generates_the_same_text(of_bytes: Path) -> None:
     assert "".join(stream(GenerateConfig(of_bytes, "The caf", 200, temperature=0.0, device="cuda"))) == TEXT
 
 

@@ -1,4 +1,4 @@
-"""`mxep lora-convergence` on a CPU: two pieces give what one gives, the record and its table, verdicts, and what it refuses."""
+"""`mxep lora-convergence` on a CPU: two pieces have the results of one, the record and its table, verdicts, and errors."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ combine = a2a_combine_hp_fwd_mxfp8_bwd
 
 
 def check(case: Case, me: int, group: dist.ProcessGroup | None, dtype: torch.dtype, what: str) -> None:
-    """Rows go back the way dispatch brought them: splits swapped."""
-    rows, grads, home = case.gradients(WIDTH, dtype), case.inputs(WIDTH, dtype), transposed(case.table)
+    """Rows return to the ranks that dispatch sent them from: the splits are swapped."""
+    rows, grads, table = case.gradients(WIDTH, dtype), case.inputs(WIDTH, dtype), transposed(case.table)
     splits = case.sent(me), case.received(me)
     leaves = [r.clone().requires_grad_() for r in rows]
-    truth = exchange(leaves, home)
+    truth = exchange(leaves, table)
     torch.autograd.backward(truth, grads)
     for mode in ScaleCalculationMode:
         x = rows[me].clone().requires_grad_()
@@ -43,7 +43,7 @@ def check(case: Case, me: int, group: dist.ProcessGroup | None, dtype: torch.dty
         assert_same(out.detach(), truth[me].detach(), f"{what} {mode}")
         with Calls() as calls:
             (grad,) = torch.autograd.grad(out, x, grads[me])
-        assert calls == [len(grads[me]) * record_bytes(WIDTH)], "one packed exchange back"
+        assert calls == [len(grads[me]) * record_bytes(WIDTH)], "one packed exchange in backward"
         assert_same_mx(grad, quantised_exchange(grads, case.table, me, mode.value), dtype, f"{what} {mode} gradient")
     x = rows[me].clone().requires_grad_()
     with Saved() as saved:

@@ -1,4 +1,4 @@
-"""dispatch alone: bytes are quantise-then-index, its gradient the plain exchange back."""
+"""dispatch alone: its bytes are those of quantise-then-index, its gradient is the plain exchange in reverse."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_bytes_and_gradient(case: Case, me: int, group: dist.ProcessGroup | Non
         assert calls == [len(x) * record_bytes(WIDTH)], "one packed exchange, 33/32 byte a value and the padding"
         with Calls() as calls:
             out.backward(grads[me])
-        assert calls == [grads[me].numel() * dtype.itemsize], "one exchange back, in the gradient's dtype"
+        assert calls == [grads[me].numel() * dtype.itemsize], "one exchange in backward, in the gradient's dtype"
         assert_same(x.grad, exchange(grads, transposed(case.table))[me], f"{what} gradient")
     leaves = [rows.clone().requires_grad_() for rows in inputs]
     torch.autograd.backward(exchange(leaves, case.table), grads)  # the truth's own autograd gives the same gradient
@@ -74,7 +74,7 @@ def check_nan_stays_in_its_block(case: Case, me: int, group: dist.ProcessGroup |
 
 
 def check_gradient_forms(case: Case, me: int, group: dist.ProcessGroup | None) -> None:
-    """An expanded, a strided and an MX gradient travel as their values."""
+    """Expanded, strided and MX gradients are exchanged as their values."""
     grads = case.gradients(WIDTH, torch.bfloat16)
     back = transposed(case.table)
     x = case.inputs(WIDTH, torch.bfloat16)[me].requires_grad_()
@@ -185,7 +185,7 @@ def gradients_after_lists_change(me: int, world: int, changes: bool) -> list[tor
     return found
 
 
-def test_lists_of_splits_may_be_used_again() -> None:
+def test_lists_of_splits_may_be_changed_before_backward() -> None:
     kept, changed = (run_ranks(gradients_after_lists_change, 2, changes) for changes in (False, True))
     for one, other in zip(kept, changed, strict=True):
         assert all(map(torch.equal, one, other))

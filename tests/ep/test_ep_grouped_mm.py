@@ -25,8 +25,7 @@ from mxep import (
     to_mxfp8_then_scaled_grouped_mm,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from mxep.ep import ExchangePlan
-from mxep.ep import blocks as journey
+from mxep.ep import ExchangePlan, blocks
 from mxep.grouped_mm.function import expert_mm
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import RECIPES, resolve_recipe
@@ -54,12 +53,12 @@ def weights(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(L, N, D, generator=generator) / D**0.5).to(dtype).requires_grad_()
 
 
-def blocks(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group, recipe: Recipe) -> torch.Tensor:
-    """The truth: five stops, one after the other."""
+def five_blocks(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group, recipe: Recipe) -> torch.Tensor:
+    """The truth: the five blocks, one after the other."""
     assert not isinstance(group, str)
     plan = ExchangePlan.from_counts(case.counts[me], group or dist.group.WORLD)
-    permuted = journey.permute(journey.dispatch(x, plan, recipe), plan, recipe)
-    return journey.combine(journey.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
+    permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
+    return blocks.combine(blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
 
 
 def one_call(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group, recipe: Recipe, **options: Any) -> torch.Tensor:
@@ -85,7 +84,7 @@ def check_bits(me: int, world: int, group: Group) -> None:
         case = make_case(kind, world, L, rows=70, seed=seed)
         for recipe in ALL_RECIPES:
             for dtype in (torch.bfloat16, torch.float32):
-                got, want = (run(chain, case, me, dtype, group, recipe) for chain in (one_call, blocks))
+                got, want = (run(chain, case, me, dtype, group, recipe) for chain in (one_call, five_blocks))
                 assert_all_same(got, want, f"{kind} {recipe.name} {dtype}")
 
 
@@ -106,7 +105,7 @@ def check_public_blocks(me: int, world: int, group: Group) -> None:
 
 
 def check_wire(me: int, world: int, group: Group) -> None:
-    """One exchange per direction: records of D there and rows of N back, records of N there and rows of D back."""
+    """One exchange per direction: forward sends records of D and returns rows of N, backward sends records of N and returns rows of D."""
     case = make_case("uneven", world, L)
     x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(), weights(me, torch.bfloat16)
     sent, received = sum(case.sent(me)), sum(case.received(me))
@@ -116,12 +115,12 @@ def check_wire(me: int, world: int, group: Group) -> None:
     with Calls() as calls:
         out.sum().backward()  # an expanded gradient
     assert calls == [sent * record_bytes(N), received * D * 2]
-    want = blocks(x.detach().requires_grad_(), w.detach().requires_grad_(), case, me, group, resolve_recipe(None))
+    want = five_blocks(x.detach().requires_grad_(), w.detach().requires_grad_(), case, me, group, resolve_recipe(None))
     assert_same(out.detach(), want.detach())
 
 
 def saved_bytes(case: Case, me: int, group: Group, recipe: Recipe, needs_x: bool = True, needs_w: bool = True) -> int:
-    """What one forward keeps for backward, without the weight."""
+    """Bytes that one forward keeps for backward, without the weight."""
     x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(needs_x), weights(me, torch.bfloat16).requires_grad_(needs_w)
     with Saved() as saved:
         one_call(x, w, case, me, group, recipe)
@@ -156,7 +155,7 @@ def check_one_gradient(me: int, world: int, group: Group) -> None:
     case = make_case("random", world, L, rows=40)
     grad = case.inputs(N, torch.float32, seed=5)[me]
     for recipe in RECIPES.values():
-        _, d_x, d_w = run(blocks, case, me, torch.float32, group, recipe)
+        _, d_x, d_w = run(five_blocks, case, me, torch.float32, group, recipe)
         for needs_x in (True, False):
             x, w = case.inputs(D, torch.float32)[me].requires_grad_(needs_x), weights(me, torch.float32).requires_grad_(not needs_x)
             one_call(x, w, case, me, group, recipe).backward(grad)
@@ -165,11 +164,11 @@ def check_one_gradient(me: int, world: int, group: Group) -> None:
 
 
 def check_two_layers(me: int, world: int, group: Group) -> None:
-    """Two layers and two backwards: nothing that one saved is touched by another."""
+    """Two layers and two backwards: no call changes what another one saved."""
     case, other = make_case("random", world, L, rows=40), make_case("uneven", world, L, rows=60)
     grad = case.inputs(N, torch.float32, seed=5)[me]
     for recipe in RECIPES.values():
-        alone = run(blocks, case, me, torch.float32, group, recipe)
+        alone = run(five_blocks, case, me, torch.float32, group, recipe)
         x, w = case.inputs(D, torch.float32)[me].requires_grad_(), weights(me, torch.float32)
         out = one_call(x, w, case, me, group, recipe)
         second = one_call(other.inputs(D, torch.float32)[me], w, other, me, group, recipe)
@@ -186,12 +185,12 @@ def check_checkpointing(me: int, world: int, group: Group) -> None:
         return checkpoint(lambda x, w: one_call(x, w, *args), x, w, use_reentrant=False)
 
     for recipe in RECIPES.values():
-        want = run(blocks, case, me, torch.bfloat16, group, recipe)
+        want = run(five_blocks, case, me, torch.bfloat16, group, recipe)
         assert_all_same(run(whole, case, me, torch.bfloat16, group, recipe), want, recipe.name)
 
 
 def check_mx_gradient(me: int, world: int, group: Group) -> None:
-    """What stands behind may send an MX gradient: its values count."""
+    """The operation after the call may send an MX gradient: its values count."""
     case = make_case("random", world, L, rows=40)
     rows = sum(case.sent(me))
     grad = quantize_mx(case.inputs(N, torch.bfloat16, seed=5)[me])
@@ -205,7 +204,7 @@ def check_mx_gradient(me: int, world: int, group: Group) -> None:
 
 
 def check_kept_weight(me: int, world: int, group: Group) -> None:
-    """A place in a WeightCache: the same bits, quantised once per step and use."""
+    """Weights from a WeightCache: the same bits, quantised once per step and use."""
     case = make_case("random", world, L, rows=40)
     recipe = resolve_recipe(None)
     module = torch.nn.Module()
@@ -216,7 +215,7 @@ def check_kept_weight(me: int, world: int, group: Group) -> None:
             x = case.inputs(D, torch.bfloat16)[me].requires_grad_()
             out = one_call(x, module.weight, case, me, group, recipe, kept=kept)
             d_x, d_w = torch.autograd.grad(out, (x, module.weight), case.inputs(N, torch.bfloat16, seed=5)[me])
-            assert_all_same([out.detach(), d_x, d_w], run(blocks, case, me, torch.bfloat16, group, recipe), f"step {step}")
+            assert_all_same([out.detach(), d_x, d_w], run(five_blocks, case, me, torch.bfloat16, group, recipe), f"step {step}")
         assert kept.cache.fills == 2 * (step + 1), "once for forward, once for dgrad"
         kept.cache.advance()
 
@@ -228,7 +227,7 @@ def check_inference(me: int, world: int, group: Group) -> None:
         with torch.no_grad(), Saved() as saved:
             out = one_call(x, w, case, me, group, recipe)
         assert saved == []
-        assert_same(out, blocks(x, w, case, me, group, recipe).detach())
+        assert_same(out, five_blocks(x, w, case, me, group, recipe).detach())
 
 
 def check_nan(me: int, world: int, group: Group) -> None:
@@ -264,7 +263,7 @@ def rank_main(rank: int, world: int) -> None:
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         mine = halves[rank // 2]
         case = make_case("uneven", 2, L)
-        want = run(blocks, case, rank % 2, torch.float32, mine, resolve_recipe(None))
+        want = run(five_blocks, case, rank % 2, torch.float32, mine, resolve_recipe(None))
         for group in (mine, mine.group_name):
             assert_all_same(run(one_call, case, rank % 2, torch.float32, group, resolve_recipe(None)), want, "half")
 
@@ -307,12 +306,12 @@ def results(function: Callable, dtype: torch.dtype, seed: int = 0) -> list[torch
 def test_alone_without_torch_distributed(recipe: Recipe, dtype: torch.dtype) -> None:
     plan = ExchangePlan.from_counts(COUNTS, None)
 
-    def stops(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        permuted = journey.permute(journey.dispatch(x, plan, recipe), plan, recipe)
-        return journey.combine(journey.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
+    def block_by_block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
+        return blocks.combine(blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
 
     got = results(lambda x, w: ep_grouped_mm(x, w, [ROWS], [ROWS], COUNTS, "", recipe), dtype)
-    assert_all_same(got, results(stops, dtype), recipe.name)
+    assert_all_same(got, results(block_by_block, dtype), recipe.name)
 
 
 def call(x: torch.Tensor, w: torch.Tensor, recipe: str | None = None) -> torch.Tensor:
@@ -340,8 +339,8 @@ def test_in_one_graph(name: str, group: None) -> None:
             assert_all_same(results(compiled, torch.bfloat16, seed), results(function, torch.bfloat16, seed), f"{name} {what}")
 
 
-def test_breaks_beside_it_and_an_uncompiled_neighbour(group: None) -> None:
-    """No MX tensor leaves the call, so a graph may end right before or behind it."""
+def test_graph_breaks_before_and_after_the_call(group: None) -> None:
+    """The call takes and returns plain tensors, so a graph may end right before or after it."""
 
     def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x = x * 2

@@ -1,4 +1,4 @@
-"""`ep_grouped_mm`: what does not fit is a ValueError that says so."""
+"""`ep_grouped_mm`: arguments that do not fit raise a ValueError that names them."""
 
 from __future__ import annotations
 

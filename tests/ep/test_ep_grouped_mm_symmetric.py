@@ -1,4 +1,4 @@
-"""`ep_grouped_mm` over symmetric memory, on virtual ranks: the bits of the same call over any other transport, and who owns what."""
+"""`ep_grouped_mm` over symmetric memory, on virtual ranks: the bits of the collective path, and no saved tensor is overwritten."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHERS = [recipe for recipe in RECIPES.values() if not recipe.dispatch == recipe
 
 
 class Plain:
-    """Exchanges and nothing else, so that the one call takes its way over any transport."""
+    """A transport with exchanges only, so that `ep_grouped_mm` takes the collective path."""
 
     name = "plain"
 
@@ -84,8 +84,8 @@ def bits(me: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "least_chunk_bytes"), [(1, 1), (2, 1), (2, 8 << 20), (3, 2000), (4, 1)])
-def test_the_bits_of_any_transport(world: int, least_chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one chunk, multiplied at once and in halves, in as many as there are experts, and between."""
+def test_the_bits_of_the_collective_path(world: int, least_chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one chunk in one GEMM and in two, with a chunk for each expert, and with numbers between."""
     monkeypatch.setattr(overlapped, "LEAST_CHUNK_BYTES", least_chunk_bytes)
     run_virtual(bits, world)
     monkeypatch.setattr(overlapped, "LEAST_GEMM_BYTES", 1)
@@ -118,7 +118,7 @@ def one_gradient(me: int, world: int, name: str) -> None:
 
 
 def layers(me: int, world: int, name: str) -> None:
-    """Three layers of different routings in flight, two backwards each: nothing that one saved is touched by another."""
+    """Three layers of different routings are pending, with two backwards each: no call changes what another one saved."""
     cases = [
         make_case("random", world, L, rows=40, seed=1),
         make_case("uneven", world, L, rows=60),
@@ -185,6 +185,6 @@ def test_on_virtual_ranks(check: Any, chunks: None) -> None:
     run_virtual(check, 2)
 
 
-def test_counts_of_one_rank_that_do_not_fit(chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_counts_on_one_rank_raise_on_all(chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.ep.ep_grouped_mm_collective.values_checked", lambda tensor: False)  # a GPU outside of checking mode
     run_virtual(wrong_counts, 2)

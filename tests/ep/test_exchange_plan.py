@@ -1,4 +1,4 @@
-"""ExchangePlan: splits and counts that fit together on every rank."""
+"""ExchangePlan: splits and counts that agree on every rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check(case: Case, me: int, group: dist.ProcessGroup) -> None:
     assert plan.num_tokens_per_expert_received.dtype == torch.int64
 
 
-def there_and_back(case: Case, me: int, group: dist.ProcessGroup | None) -> None:
-    """The journey without a GEMM returns every row to its place, for every recipe, with the recipe's own rounding."""
+def round_trip(case: Case, me: int, group: dist.ProcessGroup | None) -> None:
+    """The exchange and the permutation without a GEMM return every row to its position, with the recipe's rounding alone."""
     plan = ExchangePlan.from_counts(case.counts[me], group)
     for recipe in RECIPES.values():
         x = case.inputs(64, torch.float32)[me].requires_grad_()
@@ -56,7 +56,7 @@ def rank_main(rank: int, world: int) -> None:
             check(make_case(kind, size, 3, seed=seed), me, group)
             check(Case(make_case(kind, size, 3, seed=seed).counts.int()), me, group)
         for kind in ("uneven", "starved"):
-            there_and_back(make_case(kind, size, 2), me, group)
+            round_trip(make_case(kind, size, 2), me, group)
     with raises_naming("ExchangePlan", f"{world + 1} experts", f"EP group of {world}", "multiple"):
         ExchangePlan.from_counts(torch.ones(world + 1, dtype=torch.int64), dist.group.WORLD)
     with raises_naming("counts exchange", f"this is rank {rank}", str([world * (r + 1) for r in range(world)]), "want one number"):
@@ -73,7 +73,7 @@ def test_plans_of_groups(world: int) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_group_of_one_exchanges_nothing(recipe: str) -> None:
-    """And what its blocks return may be changed in place: it is not what went in."""
+    """Outputs of its blocks may be changed in place: they are not the inputs."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with Calls() as calls:
@@ -101,15 +101,15 @@ def test_one_rank_needs_no_group(counts: list[int]) -> None:
     with Calls() as calls:
         plan = ExchangePlan.from_counts(torch.tensor(counts), None)
     assert calls == []
-    assert plan != dataclasses.replace(plan), "a tensor is in it, and two of those have no truth value"
+    assert plan != dataclasses.replace(plan), "plans compare by identity, since they have a tensor"
     assert len({plan, plan}) == 1
     assert (plan.group_name, plan.ep_degree, plan.num_local_experts) == ("", 1, len(counts))
     assert plan.input_splits == plan.output_splits == [sum(counts)]
     assert plan.num_tokens_per_expert_received.tolist() == counts
-    there_and_back(Case(torch.tensor([counts])), 0, None)
+    round_trip(Case(torch.tensor([counts])), 0, None)
 
 
-def test_rows_that_the_plan_does_not_know() -> None:
+def test_rows_that_do_not_fit_the_plan() -> None:
     plan = ExchangePlan.from_counts(torch.tensor([2, 3]), None)
     with raises_naming("4", "5", "rows"):
         permute(dispatch(torch.randn(4, 32), plan, resolve_recipe("hp")), plan, resolve_recipe("hp"))

@@ -16,7 +16,7 @@ WIDTH = 64
 
 
 def packed(rows: torch.Tensor) -> MXTensor:
-    """MX rows as dispatch hands them over: strided views into records, filled up with rubbish."""
+    """MX rows as dispatch returns them: strided views into records, whose padding is random."""
     qdata, scale = reference.quantize(rows, "rceil")
     records = torch.full((len(rows), record_bytes(rows.shape[1])), 0x7F, dtype=torch.uint8)
     width = rows.shape[1]
@@ -142,7 +142,7 @@ def test_expanded_gradient() -> None:
     assert_same(grad, torch.ones(41, WIDTH, dtype=torch.bfloat16))
 
 
-def test_rubbish_in_padding_rows_reaches_no_gradient() -> None:
+def test_values_in_padding_rows_reach_no_gradient() -> None:
     mx = packed(torch.randn(41, WIDTH)).requires_grad_()
     _, out, row_map, _, _ = permute_mxfp8_fwd_hp_bwd(mx, counts_2x2(), 2, 2)
     poison = torch.where(row_map[:, None] < 0, torch.nan, 1.0).expand(out.shape)
@@ -159,7 +159,7 @@ def test_nan_stays_in_its_block() -> None:
 
 
 def test_rows_that_no_count_covers_are_refused() -> None:
-    """A receive buffer with slack is cut to what came: else rows would be lost in silence where a count is missing."""
+    """A receive buffer with unused rows has to be cut to the received rows: otherwise a missing count would lose rows silently."""
     rows = torch.randn(60, WIDTH)
     with raises_naming("permute_and_pad", "add up to 41", "60 rows", "cut off"):
         permute_and_pad(rows, counts_2x2(), 2, 2, 32)

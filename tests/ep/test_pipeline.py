@@ -22,8 +22,7 @@ from mxep import (
     to_mxfp8_then_scaled_grouped_mm,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from mxep.ep import ExchangePlan
-from mxep.ep import blocks as journey
+from mxep.ep import ExchangePlan, blocks
 from mxep.grouped_mm.function import expert_mm
 from mxep.recipe import resolve_recipe
 from mxep.shapes import record_bytes
@@ -38,7 +37,7 @@ def weights(world: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(L, N, D, generator=generator) / D**0.5).to(dtype).requires_grad_()
 
 
-def blocks(
+def five_blocks(
     x: torch.Tensor,
     w: torch.Tensor,
     case: Case,
@@ -51,7 +50,7 @@ def blocks(
     on_rows: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
     on_outputs: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
 ) -> torch.Tensor:
-    """The user's own code: the five public blocks, with something done to the activations in between if wanted."""
+    """A user's code: the five public blocks, optionally with operations on the activations between them."""
     outs, ins = case.received(me), case.sent(me)
     mx = on_rows(a2a_dispatch_mxfp8_fwd_hp_bwd(x, outs, ins, group, mode))
     shape, rows, row_map, _, offs = permute_mxfp8_fwd_hp_bwd(mx, case.rank_major(me), case.world, L, alignment, isinstance(mx, MXTensor))
@@ -61,11 +60,11 @@ def blocks(
 
 
 def layered(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group, recipe: Recipe) -> torch.Tensor:
-    """The same chain through plan and recipe."""
+    """The same chain with an ExchangePlan and a recipe."""
     plan = ExchangePlan.from_counts(case.counts[me], group or dist.group.WORLD)
-    permuted = journey.permute(journey.dispatch(x, plan, recipe), plan, recipe)
-    y = journey.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted)
-    return journey.combine(y, plan, recipe)
+    permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
+    y = blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted)
+    return blocks.combine(y, plan, recipe)
 
 
 def run(chain: Callable, case: Case, me: int, dtype: torch.dtype, *args: Any, **options: Any) -> list[torch.Tensor]:
@@ -82,31 +81,31 @@ def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str
 
 
 def check_accuracy(me: int, world: int, group: Group) -> dict[str, float]:
-    """Every least figure of the contract against the bf16 chain; the worst of all cases."""
+    """The least SQNR of all cases against the bf16 chain is at least the promised one."""
     worst: dict[str, float] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for seed, kind in enumerate(("random", "balanced", "uneven", "starved", "one", "empty")):
             case = make_case(kind, world, L, rows=200, seed=seed)
             truth = run(layered, case, me, dtype, group, resolve_recipe("bf16"))
-            got = run(blocks, case, me, dtype, group)
+            got = run(five_blocks, case, me, dtype, group)
             for name, least, want, mine in zip(("out", "dx", "dw"), (28, 26, 25), truth, got, strict=True):
                 assert (mine.dtype, mine.shape) == (want.dtype, want.shape)
                 if want.any():
                     worst[name] = min(worst.get(name, 99.0), sqnr(want, mine))
                     assert worst[name] >= least, f"{kind} {dtype} {name}: {worst[name]:.1f} dB, want {least}"
                 else:
-                    assert not mine.any(), f"{kind}: starved is exactly zero"
+                    assert not mine.any(), f"{kind}: dW of starved experts is exactly zero"
             assert_all_same(run(layered, case, me, dtype, group, resolve_recipe(None)), got, f"{kind}: plan and recipe")
             for name in (
                 "mxfp8_wgrad_with_mx",
                 "mxfp8_gemm_wgrad_with_mx",
             ):  # one GEMM: the bytes on the wire, or made in permute, are the same
                 assert_all_same(run(layered, case, me, dtype, group, resolve_recipe(name)), got, f"{kind}: {name}")
-            for want, mine in zip(got, run(blocks, case, me, dtype, group, alignment=128), strict=True):
+            for want, mine in zip(got, run(five_blocks, case, me, dtype, group, alignment=128), strict=True):
                 assert not want.any() or sqnr(want, mine) >= 60, "padding to 128 changes nothing but the order of sums"
             floor = run(layered, case, me, dtype, group, resolve_recipe("mxfp8_wgrad_with_hp_floor"))
-            assert_all_same(run(blocks, case, me, dtype, group, mode=ScaleCalculationMode.FLOOR), floor, f"{kind}: FLOOR")
-            plain = run(blocks, case, me, dtype, group, mxfp8_bwd=False)
+            assert_all_same(run(five_blocks, case, me, dtype, group, mode=ScaleCalculationMode.FLOOR), floor, f"{kind}: FLOOR")
+            plain = run(five_blocks, case, me, dtype, group, mxfp8_bwd=False)
             assert_same(plain[0], got[0])
             if truth[1].any():
                 assert sqnr(truth[1], plain[1]) >= 26
@@ -119,7 +118,7 @@ def check_wire(me: int, world: int, group: Group) -> None:
     x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(), weights(world, me, torch.bfloat16)
     sent, received = sum(case.sent(me)), sum(case.received(me))
     with Calls() as calls:
-        out = blocks(x, w, case, me, group)
+        out = five_blocks(x, w, case, me, group)
     assert calls == [sent * record_bytes(D), received * N * 2]
     with Calls() as calls:
         out.sum().backward()
@@ -127,14 +126,14 @@ def check_wire(me: int, world: int, group: Group) -> None:
 
 
 def check_two_layers(me: int, world: int, group: Group) -> None:
-    """Two layers and two backwards: nothing that one saved is touched by another."""
+    """Two layers and two backwards: no call changes what another one saved."""
     case = make_case("random", world, L, rows=40)
     x, w = case.inputs(D, torch.float32)[me].requires_grad_(), weights(world, me, torch.float32)
     other = make_case("uneven", world, L, rows=60)
     grad = case.inputs(N, torch.float32, seed=5)[me]
-    alone = run(blocks, case, me, torch.float32, group)
-    out = blocks(x, w, case, me, group)
-    second = blocks(other.inputs(D, torch.float32)[me], w, other, me, group)
+    alone = run(five_blocks, case, me, torch.float32, group)
+    out = five_blocks(x, w, case, me, group)
+    second = five_blocks(other.inputs(D, torch.float32)[me], w, other, me, group)
     for _ in range(2):
         d_x, d_w = torch.autograd.grad(out, (x, w), grad, retain_graph=True)
         assert_all_same([out.detach(), d_x, d_w], alone, "again")
@@ -144,10 +143,10 @@ def check_two_layers(me: int, world: int, group: Group) -> None:
 def check_checkpointing(me: int, world: int, group: Group) -> None:
     case = make_case("random", world, L, rows=40)
     for dtype in (torch.bfloat16, torch.float32):
-        want = run(blocks, case, me, dtype, group)
+        want = run(five_blocks, case, me, dtype, group)
 
         def whole(x: torch.Tensor, w: torch.Tensor, *args: Any) -> torch.Tensor:
-            return checkpoint(lambda x, w: blocks(x, w, *args), x, w, use_reentrant=False)
+            return checkpoint(lambda x, w: five_blocks(x, w, *args), x, w, use_reentrant=False)
 
         def part(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group) -> torch.Tensor:
             """An MX activation enters a checkpoint."""
@@ -166,7 +165,7 @@ def check_checkpointing(me: int, world: int, group: Group) -> None:
 
 
 def check_ops_between(me: int, world: int, group: Group) -> None:
-    """Scores, residuals, indexing, second consumers, isnan and cat on MX activations and on what gets MX gradients."""
+    """Scores, residuals, indexing, second consumers, isnan and cat on MX activations and on tensors that get MX gradients."""
     case = make_case("random", world, L, rows=200)
     received = sum(case.received(me))
     scores = torch.rand(received, 1, generator=torch.Generator().manual_seed(me)) + 0.5
@@ -190,9 +189,9 @@ def check_ops_between(me: int, world: int, group: Group) -> None:
     bf16 = resolve_recipe("bf16")
     for place, changes in (("on_outputs", onto_outputs), ("on_rows", onto_rows)):
         for name, change in changes.items():
-            got = run(blocks, case, me, torch.float32, group, **{place: change})
+            got = run(five_blocks, case, me, torch.float32, group, **{place: change})
             want = run(changed_plain, case, me, torch.float32, group, bf16, place, change)
-            figures = (28, 26, 25) if place == "on_outputs" else (26, 26, 25)  # what an op made of MX rows is quantised a second time
+            figures = (28, 26, 25) if place == "on_outputs" else (26, 26, 25)  # operations on MX rows quantise their results again
             for what, least, truth, mine in zip(("out", "dx", "dw"), figures, want, got, strict=True):
                 assert sqnr(truth, mine) >= least, f"{place} {name} {what}: {sqnr(truth, mine):.1f} dB"
 
@@ -201,10 +200,10 @@ def changed_plain(
     x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group, recipe: Recipe, place: str, change: Callable
 ) -> torch.Tensor:
     plan = ExchangePlan.from_counts(case.counts[me], group or dist.group.WORLD)
-    rows = journey.dispatch(x, plan, recipe)
-    permuted = journey.permute(change(rows) if place == "on_rows" else rows, plan, recipe)
-    y = journey.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted)
-    return journey.combine(change(y) if place == "on_outputs" else y, plan, recipe)
+    rows = blocks.dispatch(x, plan, recipe)
+    permuted = blocks.permute(change(rows) if place == "on_rows" else rows, plan, recipe)
+    y = blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted)
+    return blocks.combine(change(y) if place == "on_outputs" else y, plan, recipe)
 
 
 def check_nan(me: int, world: int, group: Group) -> None:
@@ -216,7 +215,7 @@ def check_nan(me: int, world: int, group: Group) -> None:
         inputs[0][bad_row, 70] = torch.inf
     bad_expert = int(torch.searchsorted(case.counts[0].cumsum(0), bad_row, right=True))
     x, w = inputs[me].requires_grad_(), weights(world, me, torch.float32)
-    out = blocks(x, w, case, me, group)
+    out = five_blocks(x, w, case, me, group)
     assert out.isnan().any(1).nonzero().flatten().tolist() == ([bad_row] if me == 0 else [])
     d_x, d_w = torch.autograd.grad(out, (x, w), torch.ones_like(out), retain_graph=True)
     assert d_x.isfinite().all()
@@ -246,9 +245,9 @@ def check_inference(me: int, world: int, group: Group) -> None:
     case = make_case("uneven", world, L)
     x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(), weights(world, me, torch.bfloat16)
     with torch.no_grad(), Saved() as saved:
-        out = blocks(x, w, case, me, group)
+        out = five_blocks(x, w, case, me, group)
     assert saved == []
-    assert_same(out, blocks(x, w, case, me, group).detach())
+    assert_same(out, five_blocks(x, w, case, me, group).detach())
 
 
 CHECKS = (check_wire, check_two_layers, check_checkpointing, check_ops_between, check_nan, check_in_place_raises, check_inference)

@@ -1,4 +1,4 @@
-"""mxfp8_on_device_all_to_all_v: the values of an all-to-all on every road, gradients, what does not fit; virtual ranks and gloo.
+"""mxfp8_on_device_all_to_all_v on virtual ranks and gloo: the values of an all-to-all in both forms, gradients, overflow, wrong input.
 
 `everything` runs on the default device; tests/gpu/test_on_device.py runs it on GPUs.
 """
@@ -36,10 +36,10 @@ def padded(rows: torch.Tensor, most: int, fill: float = 0.0) -> torch.Tensor:
 
 
 def check(case: Case, me: int, group: str | None, dtype: torch.dtype, spare: int, padding: int) -> None:
-    """Both forms, forward and backward; `spare` rows behind the last split, `padding` places that nobody fills."""
+    """Both forms, forward and backward; `spare` input rows after the last split, `padding` unused output rows."""
     inputs, grads = case.inputs(WIDTH, dtype), case.gradients(WIDTH, dtype)
     rows = [torch.cat((part, part.new_full((spare, WIDTH), torch.nan))) for part in inputs]
-    want, home = exchange(values(inputs), case.table)[me], exchange(values(grads), transposed(case.table))[me]
+    want, returned = exchange(values(inputs), case.table)[me], exchange(values(grads), transposed(case.table))[me]
     most = max(sum(column) for column in transposed(case.table)) + padding
     for fills in (False, True):
         x = rows[me].clone().requires_grad_()
@@ -49,9 +49,9 @@ def check(case: Case, me: int, group: str | None, dtype: torch.dtype, spare: int
         assert_same(out.detach(), padded(want, most) if fills else want, f"{dtype} {fills}")
         assert_same(received, splits(case.received(me)))
         assert not received.requires_grad
-        grad = padded(grads[me], most, torch.nan) if fills else grads[me]  # what comes for padding goes nowhere
+        grad = padded(grads[me], most, torch.nan) if fills else grads[me]  # gradients of padding rows are dropped
         out.backward(grad)
-        assert_same(x.grad, padded(home, len(x)), f"gradient {dtype} {fills}")
+        assert_same(x.grad, padded(returned, len(x)), f"gradient {dtype} {fills}")
     assert not overflowed(group)
 
 
@@ -64,43 +64,43 @@ def every_routing(me: int, world: int, group: str | None) -> None:
     out, _ = all_to_all(x, splits(case.sent(me)), 500, group)
     assert_same(out.detach(), to_mxfp8_a2a_dequant(x.detach(), case.received(me), case.sent(me), group))
     (grad,) = torch.autograd.grad(out, x, quantize_mx(case.gradients(WIDTH, torch.float32)[me]), retain_graph=True)
-    home = exchange(values(case.gradients(WIDTH, torch.float32)), transposed(case.table))[me]
-    assert_same(grad, home, "an MX gradient")
+    returned = exchange(values(case.gradients(WIDTH, torch.float32)), transposed(case.table))[me]
+    assert_same(grad, returned, "an MX gradient")
     out.sum().backward()
     assert_same(x.grad, torch.ones_like(x).detach(), "an expanded gradient")
     strided = case.inputs(WIDTH, torch.float32)[me].t().contiguous().t()
     assert_same(all_to_all(strided, splits(case.sent(me)), 500, group)[0], out.detach(), "rows in strides")
 
 
-def too_many(me: int, world: int, group: str | None) -> None:
-    """The last rank alone has no room: an error everywhere, or what fits, and a flag everywhere."""
+def overflow_of_one_rank(me: int, world: int, group: str | None) -> None:
+    """The last rank alone receives too many rows: an error on every rank, or the rows that fit and a flag on every rank."""
     counts = torch.tensor([[2] * world] * world)
     counts[:, -1] = 4
     inputs = [torch.randn(int(line.sum()), WIDTH, generator=seeded(i)) for i, line in enumerate(counts)]
     most = 4 * world - 3
     with raises_naming("mxfp8_on_device_all_to_all_v", f"{4 * world}] rows", f"max_output_rows_per_rank={most}", "larger"):
         all_to_all(inputs[me], splits(counts[me].tolist()), most, group)
-    assert not overflowed(group), "who was told by an error is not told again"
+    assert not overflowed(group), "an error sets no flag"
 
     kept = counts.clone()
     kept[-1, -1] = 1
     x = inputs[me].clone().requires_grad_()
     out, received = all_to_all(x, splits(counts[me].tolist()), most, group, out_padded=True)
-    travel = [
+    sent = [
         torch.cat((rows[: sum(line[:-1]) + last[-1]],)) for rows, line, last in zip(inputs, counts.tolist(), kept.tolist(), strict=True)
     ]
-    want = exchange(values(travel), kept.tolist())[me]
+    want = exchange(values(sent), kept.tolist())[me]
     assert_same(out.detach(), padded(want, most))
     assert received.tolist() == kept[:, me].tolist()
     out.backward(torch.ones_like(out))
-    assert_same(x.grad, padded(torch.ones(int(kept[me].sum()), WIDTH), len(x)), "no gradient where nothing went")
+    assert_same(x.grad, padded(torch.ones(int(kept[me].sum()), WIDTH), len(x)), "no gradient for rows that were not sent")
     all_to_all(x[:0], splits([0] * world), most, group, out_padded=True)
     assert overflowed(group), "the flag stays until it is read"
     assert not overflowed(group)
 
 
 def wrong_splits(me: int, world: int, group: str | None) -> None:
-    """Rank 0's splits are none: an error everywhere, or a flag and nothing outside written."""
+    """Rank 0's splits are invalid: an error on every rank, or a flag and no write outside the output."""
     x = torch.randn(3 * world, WIDTH).requires_grad_()
     for bad in ([-1] + [3] * (world - 1), [3] * (world - 1) + [4], [2**62] * world):
         mine = splits(bad if me == 0 else [3] * world)
@@ -120,7 +120,7 @@ def other_numbers(me: int, world: int, group: str | None) -> None:
         all_to_all(x.bfloat16() if me == 1 else x, counts, 8, group)
     with raises_naming("width is 96 on rank 0 and 64 on rank 1"):
         all_to_all(x[:, :64] if me == 1 else x, counts, 8, group)
-    assert all_to_all(x, counts, 2 * world, group)[0].shape == x.shape, "the group goes on"
+    assert all_to_all(x, counts, 2 * world, group)[0].shape == x.shape, "the group still works"
 
 
 def bad_input(me: int, world: int, group: str | None) -> None:
@@ -141,7 +141,7 @@ def bad_input(me: int, world: int, group: str | None) -> None:
 
 
 def everything(me: int, world: int, group: str | None) -> None:
-    checks: list[Ranks] = [every_routing, too_many, wrong_splits, bad_input]
+    checks: list[Ranks] = [every_routing, overflow_of_one_rank, wrong_splits, bad_input]
     for checked in [*checks, *([other_numbers] if world > 1 else [])]:
         checked(me, world, group)
 
@@ -161,7 +161,7 @@ def test_over_gloo(world: int) -> None:
 
 
 def memory(me: int, world: int, group: str) -> None:
-    """Results keep no buffer, so calls in a row need no more memory than one."""
+    """Results keep no buffer, so several calls need no more memory than one."""
     from mxep.comm import transport_of
 
     transport, sizes, held = transport_of(group, torch.device("cpu")), [], []
@@ -171,12 +171,12 @@ def memory(me: int, world: int, group: str) -> None:
     assert len(set(sizes)) == 1
 
 
-def test_results_keep_no_slab() -> None:
+def test_results_keep_no_buffer() -> None:
     run_virtual(memory, 2)
 
 
 def first_in_inference_mode(me: int, world: int, name: str) -> None:
-    """What the first call leaves behind for later ones serves in training."""
+    """State that a first call in inference mode creates can be used in training."""
     x, splits = torch.ones(4, 32, dtype=torch.bfloat16), torch.tensor([2, 2])
     with torch.inference_mode():
         all_to_all(x, splits, 2 * world, name, out_padded=True)

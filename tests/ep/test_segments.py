@@ -1,4 +1,4 @@
-"""Segments of rows to the experts and back: thousands of routings against an exchange and a permutation row by row."""
+"""Segments of rows to the experts and back: thousands of routings, compared with an exchange and a permutation row by row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cut(L: int, number: int) -> list[tuple[int, int]]:
 
 
 def check(counts: Counts, alignment: int, number: int) -> None:
-    """Every row arrives once, chunk by chunk, and returns to its place."""
+    """Every row arrives once, chunk by chunk, and returns to its position."""
     W, L = len(counts), len(counts[0]) // len(counts)
     ranks = [Segments(counts, r, alignment) for r in range(W)]
     arrived: list[list] = [[None] * rank.num_received for rank in ranks]
@@ -36,12 +36,12 @@ def check(counts: Counts, alignment: int, number: int) -> None:
                 assert segment.peer == peer
                 assert segment.rows > 0
                 for i in range(segment.rows):
-                    assert there[segment.there + i] is None, "two rows in one place"
+                    assert there[segment.there + i] is None, "two rows at one position"
                     there[segment.there + i] = labels[s][segment.here + i]
-    home: list[list] = [[None] * len(labels[s]) for s in range(W)]
+    returned: list[list] = [[None] * len(labels[s]) for s in range(W)]
     for r, mine in enumerate(ranks):
         want = [label for s in range(W) for label in labels[s] if label[1] // L == r]
-        assert arrived[r] == want, "an all-to-all delivers this order"
+        assert arrived[r] == want, "the order in which an all-to-all delivers rows"
         rank_major = [counts[s][r * L + e] for s in range(W) for e in range(L)]
         padded_rows = -(-(len(want) + L * alignment) // alignment) * alignment
         row_map, _, ends = permutation(rank_major, W, L, alignment, padded_rows)
@@ -54,9 +54,9 @@ def check(counts: Counts, alignment: int, number: int) -> None:
                     assert segment.rows > 0
                     assert segment.here + segment.rows <= last - first
                     for i in range(segment.rows):
-                        assert home[peer][segment.there + i] is None, "two rows in one place"
-                        home[peer][segment.there + i] = here[segment.here + i]
-    assert home == labels
+                        assert returned[peer][segment.there + i] is None, "two rows at one position"
+                        returned[peer][segment.there + i] = here[segment.here + i]
+    assert returned == labels
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 1), (1, 5), (2, 1), (2, 3), (3, 2), (4, 4), (8, 1)])
@@ -96,11 +96,11 @@ def test_chunks() -> None:
         assert all(l0 < l1 for l0, l1 in chunks)
         gemms = chunk_gemms(counts, row_bytes, chunks)
         assert [e for _, experts in gemms for e in range(*experts)] == list(range(L))
-        assert all(experts[1] <= chunks[messages - 1][1] for messages, experts in gemms), "its rows have arrived"
+        assert all(experts[1] <= chunks[messages - 1][1] for messages, experts in gemms), "a GEMM reads rows that have arrived"
 
 
 def test_few_chunks_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is enough to do in each, and more than one expert."""
+    """If each part has enough work and the chunk has more than one expert."""
     least = LEAST_GEMM_BYTES
     assert chunk_gemms([[1, 1, 1]], 2 * least // 3 + 1, [(0, 3)]) == [(1, (0, 1)), (1, (1, 3))]
     assert chunk_gemms([[1, 1, 1]], 2 * least // 3, [(0, 3)]) == [(1, (0, 3))]

@@ -60,7 +60,7 @@ def test_gradients(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("choices", range(1, 9))
 def test_weighted_sum_against_float64(choices: int, dtype: torch.dtype) -> None:
-    """Values and gradients; what is kept are the rows as they came, the weights, and where the rows are."""
+    """Values and gradients; saved are the rows in their dtype, the weights, and the positions of the rows."""
     torch.manual_seed(choices)
     tokens, width = 11, 40
     order = sort_tokens_by_expert(torch.zeros(tokens, width), torch.randint(5, (tokens, choices)), 5).order
@@ -91,8 +91,8 @@ def test_sums_have_no_second_derivative() -> None:
             first.sum().backward()
 
 
-def test_each_other_transposed() -> None:
-    """Both ways are linear maps and each other's transpose."""
+def test_sort_and_unsort_are_each_others_transpose() -> None:
+    """Both are linear maps, and each is the transpose of the other."""
     torch.manual_seed(1)
     experts = torch.randint(3, (5, 2))
     order = sort_tokens_by_expert(torch.zeros(5, 4), experts, 3).order
@@ -126,7 +126,7 @@ def test_experts_out_of_range() -> None:
             sort_tokens_by_expert(torch.randn(1, 8), experts, 4)
 
 
-def test_what_cannot_be_summed() -> None:
+def test_wrong_operands_of_a_sum() -> None:
     rows, order = torch.randn(6, 8), torch.arange(6, dtype=torch.int32)
     wrong = (rows, order[:4], 2), (rows, order.long(), 2), (rows, order, 4), (rows[0], order, 2), (rows, order, 0), (rows.half(), order, 2)
     for arguments in wrong:

@@ -58,14 +58,14 @@ def test_round_trip_of_any_bytes() -> None:
     assert_same(unpermute(out.dequantize(), row_map, shape), mx.dequantize())
 
 
-def test_an_mx_input_goes_on_as_values() -> None:
+def test_an_mx_input_is_dequantised() -> None:
     row_map, num_rows = of(counts_2x2(), 2, 2)
     mx = quantize_mx(torch.randn(len(row_map), 32))
     assert_same(unpermute(mx, row_map, torch.Size([num_rows + 1, 32])), inverse(mx.dequantize(), row_map, num_rows))
 
 
 def test_mx_gradient_from_strided_records() -> None:
-    """combine's backward hands over views into the records that came over the wire."""
+    """combine's backward returns views into the received records."""
     row_map, num_rows = of(counts_2x2(), 2, 2)
     grad = torch.randn(num_rows, 64)
     records = reference.quantize_packed(grad, "rceil")
@@ -80,7 +80,7 @@ def test_expanded_gradient_and_nan_in_padding() -> None:
     row_map, num_rows = of(counts_2x2(), 2, 2)
     rows = torch.where(row_map[:, None] < 0, torch.nan, torch.randn(len(row_map), 32)).requires_grad_()
     out = unpermute(rows, row_map, torch.Size([num_rows + 1, 32]))
-    assert out.isfinite().all(), "padding rows are dropped, whatever they hold"
+    assert out.isfinite().all(), "padding rows are dropped, whatever their values"
     out.sum().backward()
     assert_same(rows.grad, (row_map >= 0).float()[:, None].expand(rows.shape))
 

@@ -1,4 +1,4 @@
-"""What the public functions of this package would have got wrong in silence is a ValueError; so is what is no tensor and no number."""
+"""Input that the public functions of this package would have computed wrongly without an error is a ValueError; so are wrong types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weight() -> torch.Tensor:
 
 @pytest.mark.parametrize("counts", [[32, 31], [0, 0], [32, 33], [2**62, 2**62], [2**63 - 1, 66]])
 def test_counts_of_other_rows(counts: list[int]) -> None:
-    """Rows that no count speaks of were dropped."""
+    """Without this error rows beyond the counts were dropped."""
     for call, where in ((lambda: mxep.permute_mxfp8_fwd_hp_bwd(mxep.quantize_mx(rows()), torch.tensor(counts), 1, 2), "permute"),
                         (lambda: mxep.permute_and_pad(rows(), torch.tensor(counts), 1, 2, 32), "permute_and_pad")):  # fmt: skip
         with raises_naming(where, f"add up to {sum(counts)}", "64 rows", "pass the counts that came with these rows"):
@@ -54,7 +54,7 @@ def test_row_maps_that_lose_rows(change: Callable[[torch.Tensor], torch.Tensor],
 
 @pytest.mark.parametrize(("inputs", "outputs"), [([63], [64]), ([64], [63]), ([63], [63]), ([65], [65]), ([-1], [-1]), ([64, 0], [64, 0])])
 def test_splits_of_other_rows_without_a_group(inputs: list[int], outputs: list[int]) -> None:
-    """Nobody looked at them, and all rows stayed."""
+    """Without this error the splits were ignored, and all rows stayed."""
     for call in (
         lambda: mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(rows(), outputs, inputs, ""),
         lambda: mxep.a2a_combine_hp_fwd_mxfp8_bwd(rows(), outputs, inputs, ""),
@@ -66,8 +66,8 @@ def test_splits_of_other_rows_without_a_group(inputs: list[int], outputs: list[i
             call()
 
 
-def test_tensors_elsewhere() -> None:
-    """On a CPU a meta tensor among them made a result without values."""
+def test_tensors_on_another_device() -> None:
+    """Without this error a meta tensor among CPU tensors gave a result without values."""
     grouped = mxep.to_mxfp8_then_scaled_grouped_mm
     w = weight().transpose(-2, -1)
     for name, call in {
@@ -81,7 +81,7 @@ def test_tensors_elsewhere() -> None:
             call()
 
 
-def test_what_is_no_tensor() -> None:
+def test_arguments_that_are_no_tensor() -> None:
     chosen = torch.zeros(ROWS, 1, dtype=torch.int64)
     w1, w2 = torch.randn(2, 64, D), torch.randn(2, D, 32)
     for name, call in {
@@ -98,7 +98,7 @@ def test_what_is_no_tensor() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.0, True, "1", None])
-def test_what_is_no_count(wrong: object) -> None:
+def test_invalid_counts(wrong: object) -> None:
     for name, call in {
         "ep_degree": lambda: mxep.permute_and_pad(rows(), COUNTS, wrong, 2, 32),
         "num_local_experts": lambda: mxep.permute_and_pad(rows(), COUNTS, 1, wrong, 32),
@@ -116,13 +116,13 @@ def test_what_is_no_count(wrong: object) -> None:
         mxep.unpermute_hp_fwd_mxfp8_bwd(rows(), torch.arange(ROWS), 65)
 
 
-def test_an_order_that_is_none() -> None:
+def test_an_invalid_order() -> None:
     sorted_rows, order, _ = sort_tokens_by_expert(rows(), torch.tensor([[0, 1]] * ROWS), 2)
     for wrong in (torch.zeros_like(order), order + 5):
         with raises_naming("combine_topk", "order has not each of 0 to 127 once"):
             combine_topk(sorted_rows, wrong, 2)
 
 
-def test_a_plan_of_negative_counts() -> None:
+def test_negative_counts() -> None:
     with raises_naming("ExchangePlan", "[3, -1]", "at least 0"):
         ExchangePlan.from_counts(torch.tensor([3, -1]), None)

@@ -1,4 +1,4 @@
-"""Fused layers of other widths, dtypes and choices that share symmetric memory, of one group or of several: the bits of each alone."""
+"""Fused layers of different widths, dtypes and top-k that share the symmetric memory of one group or several: the bits of each alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Member(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A layer, its tokens and the gradient of what it makes of them."""
+    """A layer, its tokens and the gradient of its output."""
 
     moe: FusedMoE
     x: Tensor
@@ -72,7 +72,7 @@ def by_hand(moe: FusedMoE, x: Tensor) -> tuple[Tensor, Gradients]:
 
 
 def uses(groups: Sequence[Member]) -> list[Use]:
-    """Every layer over every group, the groups in turn; other tokens on every rank of each."""
+    """Every layer over every group, the groups in turn; every rank has tokens of its own."""
     made = []
     for at, (recipe, dtype, changes) in enumerate(LAYERS):
         for number, (name, me, world) in enumerate(groups):
@@ -84,7 +84,7 @@ def uses(groups: Sequence[Member]) -> list[Use]:
 
 
 def check(groups: Sequence[Member], forward: Forward = by_autograd) -> None:
-    """All forwards, then all backwards in the same order, twice; then the last first. What lies in symmetric memory meanwhile is whole."""
+    """All forwards, then all backwards in the same order, twice; then in reverse. Saved tensors in symmetric memory are not overwritten."""
     all_uses, device = uses(groups), torch.get_default_device()
     alone = []
     for use in all_uses:
@@ -102,4 +102,4 @@ def check(groups: Sequence[Member], forward: Forward = by_autograd) -> None:
                 assert_same(value, alone[at][key], f"{all_uses[at].what}, turn {turn}: {key}")
         sizes.append([transport_of(group.name, device).nbytes() for group in groups])
         pending.clear()
-    assert sizes[0] == sizes[1], "the second turn finds what the first one took"
+    assert sizes[0] == sizes[1], "the second turn needs no more memory than the first one"

@@ -1,4 +1,4 @@
-"""The row exchanges of the collective dispatcher on virtual ranks: in every mode every token gets to its experts, its sum back to it."""
+"""Row exchanges of the collective dispatcher on virtual ranks: in every mode tokens reach their experts, and their sums return."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mxep.ops.routing.index_reference import MODES
 from mxep.reference import reduce_rows
 from mxep.shapes import round_up
 
-FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300"))  # routings; each is walked in every mode of both wires
+FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300"))  # routings; each is exchanged in every mode
 KINDS = ("random", "one expert", "one rank", "round robin", "starved", "few")
 
 
@@ -64,15 +64,15 @@ def draw(seed: int) -> tuple[Ranks, int]:
 
 
 class ModeRows(NamedTuple):
-    """One mode: rows of every rank at home and on the rank of the experts, and how many travel, [from][to]."""
+    """One mode: send and receive indices of every rank, and how many rows are exchanged, [from][to]."""
 
     sent: list[CollectiveSendIndex]
     held: list[RecvIndex]
     table: list[list[int]]
 
 
-def walk(ranks: Ranks, alignment: int) -> tuple[list[ModeRows], list[Tensor], list[Tensor], list[Tensor]]:
-    """Wires in the order of MODES, and of every rank the places of the choices, their scores and the ends of the groups."""
+def exchange_indices(ranks: Ranks, alignment: int) -> tuple[list[ModeRows], list[Tensor], list[Tensor], list[Tensor]]:
+    """The indices of each of MODES, and of every rank the expert rows of the choices, their scores and the ends of the groups."""
     world, local = ranks.world, ranks.local
     counts = [count_rows(experts, local, world) for experts in ranks.experts]
     sent = [
@@ -82,7 +82,7 @@ def walk(ranks: Ranks, alignment: int) -> tuple[list[ModeRows], list[Tensor], li
     tables = [[count[:, at].tolist() for count in counts] for at in range(len(MODES))]
     packed = [pack_metadata(ranks.experts[rank], ranks.scores[rank], sent[0][rank], counts[rank][:, 0], local) for rank in range(world)]
     held: list[list[RecvIndex]] = [[] for _ in MODES]
-    places, scores, ends = [], [], []
+    expert_rows, scores, ends = [], [], []
     for rank, metadata in enumerate(exchange(packed, tables[0])):
         chosen, weight, tokens = unpack_metadata(metadata)
         received = [count[rank].tolist() for count in counts]
@@ -91,43 +91,43 @@ def walk(ranks: Ranks, alignment: int) -> tuple[list[ModeRows], list[Tensor], li
         placed = ExpertRowIndex(*found)
         for at, mode in enumerate(MODES):
             held[at].append(collective_dispatcher.recv_index(mode, placed, row_map, tokens, received))
-        places.append(placed.expert_rows)
+        expert_rows.append(placed.expert_rows)
         scores.append(weight)
         ends.append(placed.offs)
-    return [ModeRows(*parts) for parts in zip(sent, held, tables, strict=True)], places, scores, ends
+    return [ModeRows(*parts) for parts in zip(sent, held, tables, strict=True)], expert_rows, scores, ends
 
 
 def check(ranks: Ranks, alignment: int, seed: int) -> None:
-    """Through every pair of wires: expert e turns a row x into 2^e x; small integers, so that every sum is exact in any order."""
+    """In every mode expert e turns a row x into 2^e x. Values are small integers, so that sums are exact in any order."""
     world, local = ranks.world, ranks.local
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(1, 9, (len(experts), 2), generator=generator).float() for experts in ranks.experts]
-    wires, places, scores, ends = walk(ranks, alignment)
+    modes, expert_rows, scores, ends = exchange_indices(ranks, alignment)
     for rank, end in enumerate(ends):
         sizes = torch.diff(end, prepend=end.new_zeros(1))
         chosen = torch.stack([(torch.cat(ranks.experts) == rank * local + e).sum() for e in range(local)])
         assert torch.equal(sizes, ((chosen.clamp(min=1) + alignment - 1) // alignment * alignment).int())
-        score = scores[rank][places[rank] >= 0]
+        score = scores[rank][expert_rows[rank] >= 0]
         assert torch.equal(score.sort().values, torch.cat(ranks.scores)[torch.cat(ranks.experts) // local == rank].sort().values)
-    made = []  # rows in their places behind the experts, by dispatch's wire
-    for wire in wires:
-        arrived = exchange([x[s.tokens.long()] for x, s in zip(tokens, wire.sent, strict=True)], wire.table)
-        placed = [pick(rows, held.row_map) for rows, held in zip(arrived, wire.held, strict=True)]
+    made = []  # outputs of the experts, by the mode of dispatch
+    for rows_of_mode in modes:
+        arrived = exchange([x[s.tokens.long()] for x, s in zip(tokens, rows_of_mode.sent, strict=True)], rows_of_mode.table)
+        placed = [pick(rows, held.row_map) for rows, held in zip(arrived, rows_of_mode.held, strict=True)]
         groups = [torch.searchsorted(end, torch.arange(len(rows)), right=True) for rows, end in zip(placed, ends, strict=True)]
         made.append(
             [rows * torch.exp2(group + rank * local)[:, None] for rank, (rows, group) in enumerate(zip(placed, groups, strict=True))]
         )
     for other in made[1:]:
         for a, b in zip(made[0], other, strict=True):
-            assert torch.equal(a, b), "every wire fills the same places"
+            assert torch.equal(a, b), "every mode fills the same expert rows"
     want = [x * torch.exp2(experts.float()).sum(1, keepdim=True) for x, experts in zip(tokens, ranks.experts, strict=True)]
-    for mode, wire in zip(MODES, wires, strict=True):
-        partial = [reduce_rows(rows, held.slots) for rows, held in zip(made[0], wire.held, strict=True)]
-        home = exchange(partial, transposed(wire.table))
+    for mode, rows_of_mode in zip(MODES, modes, strict=True):
+        partial = [reduce_rows(rows, held.slots) for rows, held in zip(made[0], rows_of_mode.held, strict=True)]
+        returned = exchange(partial, transposed(rows_of_mode.table))
         for rank in range(world):
-            assert torch.equal(reduce_rows(home[rank], wire.sent[rank].slots), want[rank]), f"seed {seed}, {mode}, rank {rank}"
-            back = pick(home[rank], wire.sent[rank].slots.flatten())
-            assert len(back) == wire.sent[rank].slots.numel()
+            assert torch.equal(reduce_rows(returned[rank], rows_of_mode.sent[rank].slots), want[rank]), f"seed {seed}, {mode}, rank {rank}"
+            picked = pick(returned[rank], rows_of_mode.sent[rank].slots.flatten())
+            assert len(picked) == rows_of_mode.sent[rank].slots.numel()
 
 
 def test_fuzzed_routings_in_every_mode() -> None:
@@ -135,17 +135,17 @@ def test_fuzzed_routings_in_every_mode() -> None:
         check(*draw(seed), seed)
 
 
-def test_rows_that_travel() -> None:
-    """Who sends what: a token once to a rank in rank_dedup, once per choice in all_to_all, to everybody in all_ranks; in token order."""
+def test_rows_that_each_mode_sends() -> None:
+    """A token is sent once per rank in rank_dedup, once per choice in all_to_all, to every rank in all_ranks; in token order."""
     for seed in range(40):
         ranks, alignment = draw(seed)
-        wires, *_ = walk(ranks, alignment)
+        modes, *_ = exchange_indices(ranks, alignment)
         for rank, experts in enumerate(ranks.experts):
             wanted = [[t for t, row in enumerate(experts.tolist()) if to in [e // ranks.local for e in row]] for to in range(ranks.world)]
             every = [[t for t, row in enumerate(experts.tolist()) for e in row if e // ranks.local == to] for to in range(ranks.world)]
-            for wire, rows in zip(wires, (wanted, every, [list(range(len(experts)))] * ranks.world), strict=True):
-                assert wire.table[rank] == [len(part) for part in rows]
-                assert wire.sent[rank].tokens.tolist() == [token for part in rows for token in part]
+            for rows_of_mode, rows in zip(modes, (wanted, every, [list(range(len(experts)))] * ranks.world), strict=True):
+                assert rows_of_mode.table[rank] == [len(part) for part in rows]
+                assert rows_of_mode.sent[rank].tokens.tolist() == [token for part in rows for token in part]
 
 
 @pytest.mark.parametrize("module", [collective_dispatcher, __import__("mxep.ops.rows.reference", fromlist=["reduce_rows"])])
@@ -155,7 +155,7 @@ def test_worked_examples(module: object) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_default_device_changes_nothing(mode: str) -> None:
-    """`torch.set_default_device("cuda")` is a user's right; what is made on the host stays there (found by the GPU tests)."""
+    """Tensors that are made on the host stay there under `torch.set_default_device("cuda")`."""
     *found, row_map, _ = torch.ops.mxep.index_topk(torch.tensor([[0, -1], [0, 1]]), torch.rand(2, 2), 0, 2, 0, 4)
     placed = ExpertRowIndex(*found)
     received = [[1, 1, 2], [1, 2, 2]]

@@ -1,4 +1,4 @@
-"""Chunks of experts: every expert whole in one of them whatever the sizes, no more chunks than the host says, and values of all rows."""
+"""Chunks of experts: each expert is whole in one chunk, the host's count of chunks suffices, and the chunks have the values of all rows."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def test_every_expert_is_in_one_chunk(data: st.DataObject) -> None:
     assert (bounds[0], bounds[-1]) == (0, ends[-1])
     assert set(bounds.tolist()) <= {0, *ends.tolist()}, "chunks end where experts end"
     filled = [width > 0 for width in widths]
-    assert filled == sorted(filled), "chunks without rows come first: what the last chunk sends does not wait for them"
+    assert filled == sorted(filled), "chunks without rows come first: the last chunk's rows are sent without waiting for them"
 
 
 def at_ranks(experts: int, choices: int, world: int, tokens: int = 1 << 16) -> Any:
-    """A dispatcher of one of the ranks."""
+    """A dispatcher of one rank."""
     return SimpleNamespace(expected_rows=tokens * choices // world, offs=torch.zeros(experts // world), tokens=tokens)
 
 
 @pytest.mark.parametrize(("experts", "choices", "world"), [(128, 8, 4), (64, 6, 4), (128, 8, 2)])
 @pytest.mark.parametrize("alignment", [32, 128])
 @pytest.mark.parametrize("runtime", [RuntimeEPConfig(), RuntimeEPConfig(keep_first_product="mxfp8")], ids=["plain", "less memory"])
-def test_a_chunk_holds_what_balanced_choices_bring(
+def test_a_chunk_holds_the_load_of_balanced_choices(
     experts: int, choices: int, world: int, alignment: int, runtime: RuntimeEPConfig
 ) -> None:
-    """A second chunk costs the layer 1%; loads of one rank or another were above a spare 1024th in nine steps of ten."""
+    """A second chunk costs the layer 1%. With a spare of 1/1024 some rank's load was above it in nine steps of ten."""
     tokens, local, split = 1 << 16, experts // world, 0
     dispatcher = at_ranks(experts, choices, world)
     capacity = chunk_capacity(dispatcher, runtime, alignment)
@@ -66,8 +66,8 @@ def test_a_chunk_holds_what_balanced_choices_bring(
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_chunk_holds_the_loads_of_recorded_layers(world: int) -> None:
-    """Experts differ in how likely they are even in the benchmark's balanced routing: ranks were 0.5% to 0.7% above their share, and ran
-    a second chunk in every step."""
+    """Even in the benchmark's balanced routing some experts are chosen more often: ranks were 0.5% to 0.7% above their share, and ran a
+    second chunk in every step."""
     layers = [case for case in json.loads((RESULTS / "layer-h200-4.json").read_text()) if case["routing"] == "balanced"]
     assert len(layers) == 3
     for layer in layers:
@@ -111,7 +111,7 @@ def test_chunks_hold_all_rows(monkeypatch: pytest.MonkeyPatch, capacity: int) ->
     assert torch.equal(scores[:288], whole.scores[:288])
 
 
-def test_one_chunk_where_all_fits() -> None:
+def test_one_chunk_if_all_rows_fit() -> None:
     whole = rows_of([32, 64], 96)
     for capacity in (None, 96, 1000):
         chunks = ExpertChunks(whole, capacity, 40, 32)
@@ -125,7 +125,7 @@ def test_one_chunk_where_all_fits() -> None:
             ExpertChunks(whole, capacity, tokens, 32)
 
 
-def test_empty_chunks_are_left_out_once_that_is_known() -> None:
+def test_empty_chunks_are_skipped_once_the_bounds_are_known() -> None:
     whole = rows_of([32, 128, 160, 192, 192, 192], 384)
     chunks = ExpertChunks(whole, 128, 90, 32)
     assert len(chunks) == 5
@@ -137,15 +137,15 @@ def test_empty_chunks_are_left_out_once_that_is_known() -> None:
     assert chunks.bounds is not None
     on_host = torch.full((6,), -1, dtype=torch.int32)
     early = ExpertChunks(whole, 128, 90, 32, ChunkBounds(chunks.bounds.on_device, on_host))
-    assert len(list(early)) == 5, "nothing is known"
+    assert len(list(early)) == 5, "no bound is known yet"
     on_host[:3] = chunks.bounds.on_host[:3]
-    assert len(list(early)) == 5, "a part of it is not enough"
+    assert len(list(early)) == 5, "some bounds are not enough"
     on_host.copy_(chunks.bounds.on_host)
     assert len(list(early)) == 2
-    assert len(list(ExpertChunks(whole, 128, 90, 32, chunks.bounds))) == 2, "what an earlier one has heard"
+    assert len(list(ExpertChunks(whole, 128, 90, 32, chunks.bounds))) == 2, "bounds that are passed on are known at once"
 
 
-def test_the_last_chunk_is_never_left_out() -> None:
+def test_the_last_chunk_is_never_skipped() -> None:
     chunks = ExpertChunks(rows_of([0, 0, 0], 384), 128, 90, 32)
     (part,) = chunks
     assert part.last

@@ -43,7 +43,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def close(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Within float32's rounding: experts in blocks join gate and up, which the recipe "hp" multiplies one after the other."""
+    """Within float32's rounding: experts in blocks multiply gate and up in one GEMM, the recipe "hp" in two."""
     return all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(a, b, strict=True))
 
 
@@ -76,7 +76,7 @@ def fused_moe(recipe: Recipe) -> tuple[Callable[[Tensor], Tensor], nn.Module]:
 
 
 class Plain(nn.Module):
-    """Someone's experts, for `convert_experts`."""
+    """A user's experts, for `convert_experts`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,11 +131,11 @@ def test_dense_layers(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
-def test_values_that_came_in_mx_are_multiplied(name: str) -> None:
+def test_rows_dispatched_in_mx_are_multiplied_as_their_values(name: str) -> None:
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
     came = mxep.quantize_mx(x).dequantize()
     found, want = bits(fused_experts, limited(name, ROWS + 1), x), bits(fused_experts, RECIPES[HP], came)
-    assert torch.equal(found[0], want[0]), "of tokens that were dispatched in MXFP8"
+    assert torch.equal(found[0], want[0]), "the error of tokens that were dispatched in MXFP8"
     assert not torch.equal(found[1], want[1]), "the gradient's exchange stays in MXFP8"
 
 
@@ -143,7 +143,7 @@ def test_ranks_with_other_numbers_of_tokens_agree() -> None:
     """The limit counts the tokens of all ranks; the last rank has none."""
 
     def layer(rank: int, world: int, group: str, recipe: Recipe) -> list[Tensor]:
-        seeded = torch.Generator().manual_seed(0)  # of this rank alone: ranks are threads and share the global generator
+        seeded = torch.Generator().manual_seed(0)  # a generator of this rank: ranks are threads and share the global one
         w1, w2 = torch.randn(E, 2 * H, D, generator=seeded) / 8, torch.randn(E, D, H, generator=seeded) / 8
         router, x = torch.randn(E, D, generator=seeded), torch.randn(T, D, generator=seeded)
         mine = slice(rank * E // world, (rank + 1) * E // world)

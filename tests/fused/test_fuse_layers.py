@@ -1,4 +1,4 @@
-"""What `fuse_layers` puts in the place of a layer, and what it refuses to lose."""
+"""`fuse_layers`: layers that it replaces, and layers that it refuses because it would lose a part of them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def hooked(of: Callable[[MoE], nn.Module]) -> Callable[[MoE], object]:
         "a backward hook",
     ],
 )
-def test_what_would_be_lost_is_refused(kind: type[MoE], change: Callable[[MoE], object], named: tuple[str, ...]) -> None:
+def test_layers_whose_parts_would_be_lost_are_refused(kind: type[MoE], change: Callable[[MoE], object], named: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(MoE(CONFIG, "hp"), kind(CONFIG, "hp"))
     change(model[1])
@@ -86,8 +86,8 @@ def test_what_would_be_lost_is_refused(kind: type[MoE], change: Callable[[MoE], 
     assert type(model[0]) is MoE, "all or none"
 
 
-def test_an_adapter_in_the_gates_place_is_refused() -> None:
-    """Put there when the layer is fused already: its weight alone would be read."""
+def test_an_adapter_in_place_of_the_gate_is_refused() -> None:
+    """It was added after the layer was fused, which would read only its weight."""
 
     class Adapter(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

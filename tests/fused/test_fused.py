@@ -1,4 +1,4 @@
-"""The fused layer on one rank: errors against float64 beside those of the layer on the five blocks, options, what it keeps, wrong input."""
+"""The fused layer on one rank: errors against float64 compared with those of the five blocks, options, saved bytes, wrong input."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def pooled_errors(recipe: str, kind: str, seeds: int, **changes: object) -> dict
         blocks, fused = both(recipe, seed=seed, dim=128, **changes)
         x, dy = tokens(600, kind=kind, width=128)
         want = truth(blocks, x, dy, blocks.router(x).experts)
-        for (name, got), beside in zip(walk(fused, x, dy).items(), walk(blocks, x, dy).values(), strict=True):
-            assert (got.dtype, got.shape) == (beside.dtype, beside.shape)
+        for (name, got), of_blocks in zip(walk(fused, x, dy).items(), walk(blocks, x, dy).values(), strict=True):
+            assert (got.dtype, got.shape) == (of_blocks.dtype, of_blocks.shape)
             both_errors = squares.setdefault(name, [0.0, 0.0])
-            for at, value in enumerate((got, beside)):
+            for at, value in enumerate((got, of_blocks)):
                 both_errors[at] += error(value, want[name]) ** 2
     return {name: (ours / theirs) ** 0.5 for name, (ours, theirs) in squares.items()}
 
@@ -62,14 +62,14 @@ def test_errors_are_those_of_the_blocks(recipe: str) -> None:
 
 @pytest.mark.parametrize("kind", ["student", "outliers"])
 def test_errors_with_outlying_tokens_and_channels(kind: str) -> None:
-    """The same for o and every dW; the router's gradient, and dx with it, hang on a few tokens there: the scores' gradients stand below."""
+    """The same for o and every dW. The router's gradient, and dx with it, depend on few tokens; the next test has the scores' gradients."""
     for name, ratio in pooled_errors("mxfp8_wgrad_with_hp", kind, 3).items():
         assert name in ("dx", "router.gate.weight") or 1 / 1.05 <= ratio <= 1.05, f"{name}: {ratio:.3f}"
 
 
 @pytest.mark.parametrize("kind", ["normal", "student", "outliers"])
 def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from h and its gradient on the experts' rank here, from the outputs at home there: the same error in the median."""
+    """The fused layer makes it from h and its gradient on the experts' rank, the blocks from the returned outputs: equal median errors."""
     found: dict[str, Tensor] = {}
     original = autograd.router_gradients
 
@@ -89,7 +89,9 @@ def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkey
         walk(fused, x, dy)
         parameters = {name: value.detach().double() for name, value in blocks.named_parameters()}
         want = choice_gradients(blocks, parameters, x.double(), dy.double(), routing.experts)
-        as_chosen = found["fused"].gather(1, routing.experts.argsort(1).argsort(1))  # there a token's choices are in the experts' order
+        as_chosen = found["fused"].gather(
+            1, routing.experts.argsort(1).argsort(1)
+        )  # the fused layer has a token's choices in the order of the experts
         for name, got in (("fused", as_chosen), ("blocks", routing.scores.grad)):
             errors[name].append((got.double() - want).abs().flatten())
     ours, theirs = (torch.cat(errors[name]) for name in errors)
@@ -100,14 +102,14 @@ def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkey
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8", "hp"])
 def test_activations_and_biases(recipe: str, activation: str) -> None:
-    """Not worse than the blocks, which round gate, up and their product to hp where this is float32; so better in "hp" and for db2."""
+    """Not worse than the blocks, which round gate, up and their product to hp. The fused layer keeps float32: better in "hp" and db2."""
     changes = {"expert_biases": True, "score_function": "sigmoid", "route_scale": 1.5, **ACTIVATIONS[activation]}
     for name, ratio in pooled_errors(recipe, "normal", 3, **changes).items():
         assert ratio <= 1.05, f"{name}: {ratio:.3f}"
 
 
-def test_a_layer_without_a_router_loss_holds_on_to_nothing() -> None:
-    """Its loss of 0 does not hang on the graph, so what a forward saved goes with its output (GPU memory; streams of a CUDA graph)."""
+def test_a_layer_without_a_router_loss_keeps_no_saved_tensors_alive() -> None:
+    """Its loss of 0 has no autograd graph, so the saved tensors are freed with the output (GPU memory; streams of a CUDA graph)."""
     x, _ = tokens(40)
     for factor in (0.0, 0.01):
         moe = make(FusedMoE, "mxfp8_wgrad_with_hp", balance_loss=factor)
@@ -128,7 +130,7 @@ def test_a_layer_without_a_router_loss_holds_on_to_nothing() -> None:
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
 def test_the_function_has_the_modules_numbers(recipe: str, layout: str) -> None:
-    """w1 joined; interleaved gate and up in one block of 32 change what MX gradients round to, and nothing in high precision."""
+    """w1 is joined. Gate and up interleaved in one MX block of 32 change the rounding of MX gradients, and nothing in high precision."""
     check_joined(recipe, layout, assert_same)
 
 
@@ -154,8 +156,8 @@ def check_joined(recipe: str, layout: str, same: Callable[[Tensor, Tensor, str],
             assert error(value, want[name].double()) < (0.06 if recipe != "hp" else 1e-2), name
 
 
-def test_modes_on_one_rank_are_one_road() -> None:
-    """Dispatch modes have the same bytes; the mode of a sum decides how often it is rounded, in float32 hardly at all."""
+def test_modes_on_one_rank_agree() -> None:
+    """All modes dispatch the same bytes. The combine mode decides how often a sum is rounded, which float32 hardly shows."""
     x, dy = tokens(150, torch.float32)
     moe = make(FusedMoE, "mxfp8_wgrad_with_hp", torch.float32, expert_biases=True)
     want = walk(moe, x, dy)
@@ -168,7 +170,7 @@ def test_modes_on_one_rank_are_one_road() -> None:
 
 @pytest.mark.parametrize("changed", ["combine_forward", "dispatch_backward"])
 def test_sums_in_mxfp8_on_the_wire(changed: str) -> None:
-    """31 dB in the sum that travels, nothing elsewhere."""
+    """An error of 31 dB in the sum that is exchanged, and none elsewhere."""
     x, dy = tokens(300)
     moe = make(FusedMoE, "hp")
     want = walk(moe, x, dy)
@@ -195,7 +197,7 @@ def test_precisions_of_the_exchanges_override_the_recipe() -> None:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES])
-def test_again_recomputed_checkpointed_and_cached_are_the_same_bits(recipe: str) -> None:
+def test_repeated_recomputed_checkpointed_and_cached_steps_have_the_same_bits(recipe: str) -> None:
     x, dy = tokens(130)
     moe = make(FusedMoE, recipe, expert_biases=True)
     want = walk(moe, x, dy)
@@ -214,18 +216,18 @@ def test_again_recomputed_checkpointed_and_cached_are_the_same_bits(recipe: str)
     if resolve_recipe(recipe).gemm == "mxfp8":
         cache = cache_quantized_weights(moe, torch.optim.SGD(moe.parameters(), lr=0.1))
         same()
-        both = GEMM_PATHS[resolve_gemm_path("auto", x.device)].granularity is not None  # one pass makes both forms of a weight
+        both = GEMM_PATHS[resolve_gemm_path("auto", x.device)].granularity is not None  # one kernel makes both forms of a weight
         assert cache.fills == (2 if both else 4)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx", "hp"])
 def test_frozen_parts(recipe: str) -> None:
-    """A gradient that nobody wants changes no other one."""
+    """A gradient that is not asked for changes no other one."""
     check_frozen_parts(recipe, assert_same)
 
 
 def check_frozen_parts(recipe: str, same: Callable[[Tensor, Tensor, str], None]) -> None:
-    """On a GPU the scores' gradients are summed by tiles, whose shape depends on what is asked for beside them."""
+    """On a GPU the scores' gradients are summed by tiles, whose shape depends on the other gradients that are asked for."""
     x, dy = tokens(90)
     moe = make(FusedMoE, recipe, expert_biases=True)
     want = walk(moe, x, dy)
@@ -246,16 +248,16 @@ def check_frozen_parts(recipe: str, same: Callable[[Tensor, Tensor, str], None])
                     same(got, want[name], f"{chosen} {name}")
 
 
-def test_what_is_kept() -> None:
-    """The wire's bytes, the first product and maps: no token in its expert's place, nothing at all in inference."""
+def test_saved_bytes() -> None:
+    """Saved are the dispatched bytes, the first product and index maps, but no tokens in expert order; in inference nothing is saved."""
     x, _ = tokens(160)
-    places = round_up(160 * C + E * 32, 32)
+    expert_rows = round_up(160 * C + E * 32, 32)
     moe = make(FusedMoE, "mxfp8_wgrad_with_hp")
     kept = saved_bytes(moe(x))
     assert kept["input"] == x.nbytes
     assert kept["dispatched tokens"] == 160 * record_bytes(D)
-    assert kept["first product"] == places * 2 * H * 2
-    assert kept["routing"] < 160 * E * 4 + 160 * C * 20 + places * 12 + 8 * E
+    assert kept["first product"] == expert_rows * 2 * H * 2
+    assert kept["routing"] < 160 * E * 4 + 160 * C * 20 + expert_rows * 12 + 8 * E
     moe.runtime = RuntimeEPConfig(keep_first_product=False)
     assert saved_bytes(moe(x)) == kept | {"first product": 0}
     moe.runtime = RuntimeEPConfig(redispatch_x_in_backward=True)
@@ -272,7 +274,7 @@ def test_what_is_kept() -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "hp"])
 @pytest.mark.usefixtures("poison")
-def test_few_tokens_and_one_expert_for_all(recipe: str) -> None:
+def test_few_tokens_and_all_tokens_at_one_expert(recipe: str) -> None:
     for count in (0, 1, 31, 33):
         for favourite in (None, 2):
             blocks, fused = both(recipe, top_k=1, renormalize=False, expert_biases=True)
@@ -280,10 +282,10 @@ def test_few_tokens_and_one_expert_for_all(recipe: str) -> None:
                 if favourite is not None:
                     moe.expert_bias[favourite] = 10
             x, dy = tokens(count)
-            for (name, got), beside in zip(walk(fused, x, dy).items(), walk(blocks, x, dy).values(), strict=True):
-                assert got.shape == beside.shape
-                assert error(got, beside.double()) < 0.1 or not beside.any(), name
-                assert got.any() or not beside.any(), name
+            for (name, got), of_blocks in zip(walk(fused, x, dy).items(), walk(blocks, x, dy).values(), strict=True):
+                assert got.shape == of_blocks.shape
+                assert error(got, of_blocks.double()) < 0.1 or not of_blocks.any(), name
+                assert got.any() or not of_blocks.any(), name
     leading = make(FusedMoE, recipe)
     x = torch.randn(2, 9, D).bfloat16()
     assert torch.equal(leading(x).flatten(0, 1), leading(x.flatten(0, 1)))
@@ -304,7 +306,7 @@ def test_nan_stays_with_its_token_and_its_experts(recipe: str) -> None:
         assert torch.equal(got[name].isnan().flatten(1).any(1), poisoned), name
 
 
-def test_the_module_is_a_moe() -> None:
+def test_the_module_has_the_attributes_of_moe() -> None:
     """Router loss with its gradient, load, shared experts, state: what MoE has."""
     moe, fused = both("hp", torch.float32, balance_loss=0.1, z_loss=0.01, num_shared_experts=1)
     fused.load_state_dict(moe.state_dict())
@@ -320,8 +322,8 @@ def test_the_module_is_a_moe() -> None:
     copy.deepcopy(fused)(x)
 
 
-def test_the_output_or_the_losses_alone() -> None:
-    """What has no gradient is as good as one of zeros."""
+def test_gradients_of_the_output_or_of_the_losses_alone() -> None:
+    """A missing gradient equals a gradient of zeros."""
     x, dy = tokens(60, torch.float32)
 
     def gradients(scale: float | None, with_losses: bool, **losses: float) -> list[Tensor]:
@@ -396,7 +398,7 @@ def test_layers_of_a_model_are_fused_in_place() -> None:
     assert type(model[1]) is MoE, "all or none"
 
 
-def test_stays_outside_of_graphs() -> None:
+def test_torch_compile_breaks_the_graph_at_the_layer() -> None:
     moe = make(FusedMoE, "mxfp8_wgrad_with_hp")
     x, _ = tokens(40)
     compiled = torch.compile(lambda x: moe(x * 2) + 1, backend="eager")
@@ -415,7 +417,7 @@ def test_a_second_backward_is_an_error() -> None:
         grad.sum().backward()
 
 
-def test_wrong_input_is_named() -> None:
+def test_wrong_input_is_an_error() -> None:
     x, router = torch.randn(5, D), torch.randn(E, D)
     w1, w2 = torch.randn(E, 2 * H, D), torch.randn(E, D, H)
 
@@ -487,7 +489,7 @@ def test_a_router_that_would_not_run_is_an_error() -> None:
             FusedMoE.of(layer)
 
 
-def test_what_fusing_would_lose_is_an_error() -> None:
+def test_fusing_refuses_hooks_and_attributes_that_it_would_lose() -> None:
     def hook(*arguments: object) -> None:
         pass
 

@@ -37,6 +37,6 @@ def test_layers_alternate(world: int, more: list[list[int]]) -> None:
 
 
 def test_layers_alternate_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As several ranks on one GPU have to."""
+    """Without autograd's engine, as several ranks on one GPU need it."""
     monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     run_virtual(over_all, 2, [VirtualGroup([0, 1])], "cpu", by_hand)

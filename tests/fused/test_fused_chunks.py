@@ -1,4 +1,4 @@
-"""The fused layer in a bounded scratch, on one rank: the bits of every dW, sums over passes, skew, starved experts, what is kept."""
+"""The fused layer with bounded scratch rows, on one rank: bits of every dW, sums over chunks, skew, starved experts, saved bytes."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ class Products(TorchDispatchMode):
 
 
 def compare(moe: MoE, x: Tensor, dy: Tensor, same: Callable[[Tensor, Tensor, str], None]) -> int:
-    """Passes against none: `same`; how many passes there were."""
+    """Compares the layer in chunks with the layer in one piece by `same`; returns the number of grouped products."""
     assert isinstance(moe, FusedMoE)
     bounded, moe.runtime = moe.runtime, replace(moe.runtime, scratch_rows=None)
     want, moe.runtime = walk(moe, x, dy), bounded
-    with Products() as products, nothing_is_heard():
+    with Products() as products, bounds_unknown():
         found = walk(moe, x, dy)
     assert max(products.rows) <= (bounded.scratch_rows or 0)
     for name, got in found.items():
         same(got, want[name], name)
-    with Products() as fewer, all_is_heard():
-        heard = walk(moe, x, dy)
+    with Products() as fewer, bounds_known():
+        skipping = walk(moe, x, dy)
     assert 0 < len(fewer.rows) <= len(products.rows)
-    for name, got in heard.items():
-        assert_same(got, found[name], f"{name} without passes that are known to find no rows")
+    for name, got in skipping.items():
+        assert_same(got, found[name], f"{name} without the chunks that are known to be empty")
     return len(products.rows)
 
 
-def all_is_heard() -> AbstractContextManager:
-    """The host always learns at once which windows are empty, as where it is far behind the GPU."""
+def bounds_known() -> AbstractContextManager:
+    """The host always knows which chunks are empty, as when it runs far behind the GPU."""
     of = ChunkBounds.of
 
     def waited(bounds: Tensor) -> ChunkBounds:
@@ -78,15 +78,15 @@ def all_is_heard() -> AbstractContextManager:
     return mock.patch.object(ChunkBounds, "of", waited)
 
 
-def nothing_is_heard() -> AbstractContextManager:
-    """The host never learns which windows are empty, as where it is far ahead of the GPU."""
+def bounds_unknown() -> AbstractContextManager:
+    """The host never knows which chunks are empty, as when it runs far ahead of the GPU."""
     return mock.patch.object(ChunkBounds, "empty", return_value=False)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("recipe", [*RECIPES])
-def test_weights_gradients_have_the_same_bits(recipe: str) -> None:
-    """An expert is whole in one pass. Sums over choices go on in float32 and are rounded once, dx's once more before the router's part."""
+def test_weight_gradients_have_the_same_bits(recipe: str) -> None:
+    """An expert is in one chunk as a whole. Sums over choices are in float32 and rounded once; dx once more before the router's part."""
     check_recipe(recipe, assert_same)
 
 
@@ -103,7 +103,7 @@ def check_recipe(recipe: str, same: Callable[[Tensor, Tensor, str], None]) -> No
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.usefixtures("poison")
 def test_against_float64(activation: str) -> None:
-    """In float32 only the order of the sums is another one."""
+    """In float32 only the order of the sums differs."""
     moe = make(FusedMoE, "hp", torch.float32, activation=activation, expert_biases=True)
     x, dy = tokens(dtype=torch.float32)
     want = truth(moe, x, dy, moe.router(x).experts)
@@ -117,7 +117,7 @@ def test_against_float64(activation: str) -> None:
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
 def test_skew_and_few_tokens(recipe: str) -> None:
-    """All tokens to one expert, experts that nobody chooses, hardly any tokens: the same, and exact zeros for who starves."""
+    """All tokens at one expert, experts without tokens, few tokens: the same results, and exact zeros for experts without tokens."""
     check_skew(recipe, assert_same)
 
 
@@ -133,22 +133,22 @@ def check_skew(recipe: str, same: Callable[[Tensor, Tensor, str], None]) -> None
             assert not walk(moe, x, dy)["experts.w1"][2:4].any()
 
 
-def test_one_window_with_all_rows_has_every_bit() -> None:
-    """Where the last pass has all rows, the sums have the bits of a layer without a bound, too."""
+def test_one_chunk_with_all_rows_has_every_bit() -> None:
+    """If the last chunk has all rows, the sums have the bits of a layer without a bound, too."""
     moe = make(FusedMoE, "mxfp8_wgrad_with_mx", torch.float32, top_k=1, renormalize=False)
     moe.expert_bias[3] = 10
     x, dy = tokens(dtype=torch.float32)
     want = walk(moe, x, dy)
     moe.runtime = RuntimeEPConfig(scratch_rows=160 + 7 * 32)
     assert sum((moe.router(x, moe.expert_bias).experts == 3).flatten()) == T
-    with Products() as products, nothing_is_heard():
+    with Products() as products, bounds_unknown():
         found = walk(moe, x, dy)
-    assert len(products.rows) > 5, "passes without rows"
+    assert len(products.rows) > 5, "chunks without rows"
     for name, got in found.items():
         assert_same(got, want[name], name)
     with Products() as products:
         found = walk(moe, x, dy)
-    assert len(products.rows) == 4, "a pass, forward and backward"
+    assert len(products.rows) == 4, "one chunk, forward and backward"
     for name, got in found.items():
         assert_same(got, want[name], name)
 
@@ -186,8 +186,8 @@ def test_nan_stays_with_its_token_and_its_experts() -> None:
     assert torch.equal(got["experts.w1"].isnan().flatten(1).any(1), poisoned)
 
 
-def test_what_is_kept() -> None:
-    """The last pass's first product, and the tokens' bytes for the others."""
+def test_saved_bytes() -> None:
+    """Saved are the last chunk's first product, and the tokens' bytes for the other chunks."""
     moe = make(FusedMoE, "mxfp8_wgrad_with_mx")
     x, _ = tokens()
     kept = saved_bytes(moe(x))
@@ -197,7 +197,7 @@ def test_what_is_kept() -> None:
     assert saved_bytes(moe(x)) == kept | {"first product": 192 * 2 * H * 33 // 32}
 
 
-def test_too_little_is_named() -> None:
+def test_too_few_scratch_rows_are_an_error() -> None:
     moe = make(FusedMoE, "hp")
     moe.runtime = RuntimeEPConfig(scratch_rows=159)
     with raises_naming("scratch_rows=159", "want at least 160", "all 160 tokens of the group"):
@@ -212,24 +212,24 @@ def test_too_little_is_named() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
-def test_weights_are_prepared_once_for_all_passes(recipe: str) -> None:
-    """Passes without rows would pay for the weights as much as those with."""
+def test_weights_are_prepared_once_for_all_chunks(recipe: str) -> None:
+    """A chunk without rows would otherwise prepare the weights as well."""
     moe = make(FusedMoE, recipe)
     assert isinstance(moe, FusedMoE)
     weights = [getattr(moe.experts, name) for name in ("w1", "w2", "w3")]
-    reads, passes = [], []
+    reads, num_products = [], []
     for scratch in (None, 192):
         moe.runtime = RuntimeEPConfig(scratch_rows=scratch, keep_first_product=False)
         with Products(*weights) as products:
             walk(moe, *tokens())
         reads.append(products.reads)
-        passes.append(len(products.rows))
-    assert passes[1] > passes[0] > 0
-    assert 0 < reads[1] <= reads[0], "one pass keeps nothing, and makes again what it needs twice"
+        num_products.append(len(products.rows))
+    assert num_products[1] > num_products[0] > 0
+    assert 0 < reads[1] <= reads[0], "a single chunk keeps no weight forms, and makes again what it needs twice"
 
 
 class Alive(TorchDispatchMode):
-    """The most tensors of these shapes that were alive at once, of those that operators made."""
+    """Counts the most tensors of these shapes, made by operators, that were alive at once."""
 
     def __init__(self, shapes: set[tuple[int, ...]]) -> None:
         super().__init__()
@@ -244,8 +244,8 @@ class Alive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
-def test_one_gradient_at_most_is_there_twice(recipe: str) -> None:
-    """The last pass makes gradients from values anew, beside what the passes before have written."""
+def test_at_most_one_weight_gradient_exists_twice(recipe: str) -> None:
+    """The last chunk makes new gradient tensors while those that the earlier chunks have written still exist."""
     moe = make(FusedMoE, recipe)
     moe.runtime = BOUNDED
     x, dy = tokens()

@@ -1,4 +1,4 @@
-"""Choices that are given: the bits of the layer whose router makes the same ones, errors beside float64; on one rank and on several."""
+"""`fused_experts` with given choices: the bits of the layer whose router makes the same choices, errors against float64, several ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.fused.test_fused_ranks import KINDS, batch, layer
-from tests.fused.test_fused_symmetric import anywhere, other, spread  # noqa: F401  a fixture
+from tests.fused.test_fused_symmetric import collective_group, gather_without_a_process_group, spread  # noqa: F401  a fixture
 from tests.moe_truth import C, D, E, H, draw, error, make, truth
 from tests.ranks import run_ranks
 from tests.truth import assert_same, raises_naming
@@ -29,7 +29,7 @@ from mxep.shapes import round_up
 
 
 def shuffled(experts: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The same choices, each token's in an order of its own."""
+    """The same choices, in a random order for each token."""
     generator = torch.Generator().manual_seed(3)
     order = torch.rand(experts.shape, generator=generator, device="cpu").to(experts.device).argsort(1)
     return experts.gather(1, order), scores.gather(1, order).detach().requires_grad_()
@@ -81,7 +81,7 @@ def check_bits(
 
 
 @pytest.mark.parametrize(
-    "config", [RuntimeEPConfig(), RuntimeEPConfig("all_to_all", "all_to_all", scratch_rows=160)], ids=["one", "passes"]
+    "config", [RuntimeEPConfig(), RuntimeEPConfig("all_to_all", "all_to_all", scratch_rows=160)], ids=["one", "chunks"]
 )
 @pytest.mark.parametrize("recipe", [*RECIPES])
 def test_the_bits_of_the_layer_with_its_router(recipe: str, config: RuntimeEPConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_the_bits_of_the_layer_with_its_router(recipe: str, config: RuntimeEPCon
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
-def test_gate_and_up_apart(recipe: str) -> None:
+def test_separate_gate_and_up(recipe: str) -> None:
     """The bits of the joined ones."""
     moe, generator = make(FusedMoE, recipe, expert_biases=True), torch.Generator().manual_seed(7)
     x, dy = (draw(generator, 150, D).bfloat16() for _ in range(2))
@@ -106,20 +106,20 @@ def test_gate_and_up_apart(recipe: str) -> None:
         assert_same(value, want[name], name)
 
 
-@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
+@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "chunks"])
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
-def test_weights_that_lie_the_other_way_round(recipe: str, rows: Any) -> None:
-    """As gpt-oss stores them: the same numbers, and gradients that lie so, too."""
-    check_turned(recipe, RuntimeEPConfig(scratch_rows=rows), assert_same)
+def test_weights_that_are_stored_transposed(recipe: str, rows: Any) -> None:
+    """As gpt-oss stores them: the same numbers, and gradients in the same layout."""
+    check_transposed(recipe, RuntimeEPConfig(scratch_rows=rows), assert_same)
 
 
-def check_turned(recipe: str, config: RuntimeEPConfig, same: Callable[[Tensor, Tensor, str], None]) -> None:
+def check_transposed(recipe: str, config: RuntimeEPConfig, same: Callable[[Tensor, Tensor, str], None]) -> None:
     moe, generator = make(FusedMoE, recipe, expert_biases=True), torch.Generator().manual_seed(7)
     x, dy = (draw(generator, 150, D).bfloat16() for _ in range(2))
     best, (w1, b1, w2, b2) = draw(generator, 150, E).topk(C), joined(moe)
     found: list[dict[str, Tensor]] = []
-    for turned in (False, True):
-        views = [w.detach().transpose(1, 2).contiguous().requires_grad_().transpose(1, 2) if turned else w for w in (w1, w2)]
+    for transposed in (False, True):
+        views = [w.detach().transpose(1, 2).contiguous().requires_grad_().transpose(1, 2) if transposed else w for w in (w1, w2)]
         leaf = x.clone().requires_grad_()
         y = fused_experts(leaf, best.indices, best.values.softmax(-1), views[0], b1, views[1], b2, E, config, group="", recipe=recipe)
         found.append(gradients(y, dy, x=leaf, w1=views[0], w2=views[1], b1=b1, b2=b2))
@@ -128,16 +128,16 @@ def check_turned(recipe: str, config: RuntimeEPConfig, same: Callable[[Tensor, T
     assert all((found[1][name].transpose(1, 2)).is_contiguous() for name in ("w1", "w2"))
 
 
-@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
+@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "chunks"])
 @pytest.mark.parametrize("modes", [("rank_dedup", "rank_dedup"), ("all_to_all", "all_to_all"), ("all_gather", "reduce_scatter")])
-def test_no_expert_and_one_twice(modes: tuple[str, str], rows: Any) -> None:
-    check_no_expert_and_one_twice(modes, rows)
+def test_missing_and_repeated_experts(modes: tuple[str, str], rows: Any) -> None:
+    check_missing_and_repeated_experts(modes, rows)
 
 
-def check_no_expert_and_one_twice(modes: tuple[str, str], rows: Any) -> None:
-    """On one rank: what is -1 adds nothing and has no gradient, a token may have no expert, and what is chosen twice counts twice.
+def check_missing_and_repeated_experts(modes: tuple[str, str], rows: Any) -> None:
+    """On one rank: a choice of -1 adds nothing and has no gradient, a token may have no expert, an expert chosen twice counts twice.
 
-    In passes, which have room for each token once, nothing is chosen twice.
+    A chunk has rows for each token once per expert, so with several chunks no expert is chosen twice.
     """
     moe, generator = make(FusedMoE, "hp", torch.float32, expert_biases=True), torch.Generator().manual_seed(7)
     x, dy = (draw(generator, 150, D) for _ in range(2))
@@ -162,8 +162,8 @@ def check_no_expert_and_one_twice(modes: tuple[str, str], rows: Any) -> None:
     assert not got["scores"][none].any()
 
 
-def check_errors_of_a_router_outside(recipe: str) -> None:
-    """A router in plain torch before it, as somebody's model has one: each error against float64 is at most 1.05 times the layer's own."""
+def check_errors_with_a_plain_router(recipe: str) -> None:
+    """With a router in plain torch each error against float64 is at most 1.05 times that of the whole layer."""
     squares: dict[str, list[float]] = {}
     for seed in range(3):
         moe, generator = make(FusedMoE, recipe, seed=seed), torch.Generator().manual_seed(seed)
@@ -174,26 +174,26 @@ def check_errors_of_a_router_outside(recipe: str) -> None:
         got = gradients(y, dy, dx=leaf, router=gate, w1=w1, w2=w2)
         leaf = x.clone().requires_grad_()
         y = fused_moe(leaf, gate, w1, b1, w2, b2, C, E, group="", recipe=recipe)
-        beside = gradients(y, dy, dx=leaf, router=gate, w1=w1, w2=w2)
+        of_layer = gradients(y, dy, dx=leaf, router=gate, w1=w1, w2=w2)
         want = truth(moe, x, dy, best.indices)
         want |= {"router": want["router.gate.weight"], "w2": want["experts.w2"]}
         want["w1"] = torch.cat((want["experts.w1"], want["experts.w3"]), 1)
         for name, value in got.items():
             both = squares.setdefault(name, [0.0, 0.0])
-            for at, one in enumerate((value, beside[name])):
+            for at, one in enumerate((value, of_layer[name])):
                 both[at] += error(one, want[name]) ** 2
     for name, (ours, theirs) in squares.items():
         assert (ours / theirs) ** 0.5 <= 1.05, f"{name}: {(ours / theirs) ** 0.5:.3f}"
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
-def test_errors_of_a_router_outside(recipe: str) -> None:
-    check_errors_of_a_router_outside(recipe)
+def test_errors_with_a_plain_router(recipe: str) -> None:
+    check_errors_with_a_plain_router(recipe)
 
 
 @pytest.mark.parametrize("wanted", ["x", "scores", "w1", "w2", "b2", ""])
 def test_one_gradient_alone(wanted: str) -> None:
-    """It has the bits that it has beside all others; leading dimensions and scores of 16 bits are taken as they come."""
+    """A gradient alone has the bits that it has together with all others; inputs have leading dimensions and scores in bf16."""
     moe = make(FusedMoE, "mxfp8_wgrad_with_hp", expert_biases=True)
     generator = torch.Generator().manual_seed(7)
     x, dy = (draw(generator, 2, 30, D).bfloat16() for _ in range(2))
@@ -220,8 +220,8 @@ def test_one_gradient_alone(wanted: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["x", "scores"])
-def test_what_is_kept_of_the_choices(wanted: str) -> None:
-    """Where their rows are, and in two bytes each where their scores were; not the choices, which no router asks for."""
+def test_saved_bytes_of_the_choices(wanted: str) -> None:
+    """Saved are the rows of the choices and, in two bytes each, the positions of their scores, but not the choices: there is no router."""
     moe, generator = make(FusedMoE, "hp"), torch.Generator().manual_seed(7)
     best, x = draw(generator, 160, E).topk(C), draw(generator, 160, D).bfloat16().requires_grad_(wanted == "x")
     w1, b1, w2, b2 = joined(moe)
@@ -244,8 +244,8 @@ class _Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
-def test_torch_launches_nothing_of_its_own(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the package's operators torch allocates and makes views; the choices cost one operator, their gradient another."""
+def test_torch_launches_no_kernels_of_its_own(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the package's operators torch only allocates and makes views. The choices take one operator, their gradient another."""
     monkeypatch.setattr(fused_options, "values_checked", lambda tensor: False)
     moe, generator = make(FusedMoE, recipe), torch.Generator().manual_seed(7)
     best, x, dy = draw(generator, 160, E).topk(C), draw(generator, 160, D).bfloat16().requires_grad_(), draw(generator, 160, D).bfloat16()
@@ -260,7 +260,7 @@ def test_torch_launches_nothing_of_its_own(recipe: str, monkeypatch: pytest.Monk
 
 
 def over_ranks(rank: int, world: int) -> None:
-    """Real ranks: every routing, ranks without tokens among them, against float64 on all tokens at once."""
+    """Every routing on gloo ranks, some without tokens, against float64 on all tokens at once."""
     for kind in KINDS:
         x, dy = batch(world, kind, torch.float32)
         whole = layer("hp", torch.float32, kind, expert_biases=True)
@@ -288,7 +288,7 @@ def test_ranks(world: int) -> None:
 
 
 def sharded(rank: int, world: int) -> None:
-    """A weight as expert parallelism leaves it is told apart from a rank's own part."""
+    """A DTensor, as expert parallelism shards a weight, is an error: the rank's own part is wanted."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     w1, w2 = (distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]) for shape in ((E, 2 * H, D), (E, D, H)))
     experts, scores = torch.arange(C).expand(5, C), torch.zeros(5, C)
@@ -301,7 +301,7 @@ def test_sharded_weights_raise() -> None:
 
 
 def over_symmetric_memory(me: int, world: int, name: str) -> None:
-    plain = other(name)
+    plain = collective_group(name)
     for kind in KINDS:
         x, dy = batch(world, kind, torch.bfloat16)
         moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, kind, expert_biases=True), me, world, name)
@@ -320,7 +320,7 @@ def over_symmetric_memory(me: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.usefixtures("poison", "anywhere")
+@pytest.mark.usefixtures("poison", "gather_without_a_process_group")
 def test_transports_have_the_same_bits(world: int) -> None:
     run_virtual(over_symmetric_memory, world)
 

@@ -1,4 +1,4 @@
-"""Exchanges as a CUDA graph replays them, on virtual ranks of a CPU: hosts meet once, flags go back by themselves, memory is the same."""
+"""Exchanges as a CUDA graph replays them, on virtual ranks of a CPU: one host all-gather at the capture, reset flags, the same memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mxep.comm.host_allgather import HostAllGather
 from mxep.fused import symmetric_dispatcher
 from mxep.moe import RuntimeEPConfig
 
-CAPTURE = 7  # a number that no graph has here
+CAPTURE = 7  # a capture number that no graph has
 
 
-class Once:
-    """A rendezvous on which hosts meet at the capture alone: a replay finds what was shown then."""
+class RecordedAllGather:
+    """A host all-gather that communicates at the capture alone: a replay gets the recorded values."""
 
     def __init__(self, rendezvous: HostAllGather) -> None:
         self._rendezvous, self.tables, self.next = rendezvous, [], None
@@ -37,12 +37,12 @@ class Once:
             return [list(table) for table in self.tables[-1]]
         tables = self.tables[self.next]
         self.next += 1
-        assert tables[self.rank] == values, "a replay does what was captured"
+        assert tables[self.rank] == values, "a replay repeats the capture"
         return [list(table) for table in tables]
 
 
 def replays(me: int, world: int, name: str) -> None:
-    """Other tokens, routing and gradients in every replay; ranks run ahead of each other as flags allow."""
+    """Different tokens, routing and gradients in every replay; ranks run ahead of each other as flags allow."""
     transport: Any = symmetric(name)
     pace = random.Random(me)
     wait = transport.copy_streams.wait
@@ -57,7 +57,7 @@ def replays(me: int, world: int, name: str) -> None:
         generator = torch.Generator().manual_seed(me)
         data = [[draw(generator, 20 + 9 * me, D).bfloat16() for _ in range(2)] for _ in range(12)]
         want = [walk(moe, x, dy) for x, dy in data]
-        rendezvous = transport.rendezvous = Once(transport.rendezvous)
+        rendezvous = transport.rendezvous = RecordedAllGather(transport.rendezvous)
         transport._capture, transport.copy_streams.wait = lambda: CAPTURE, waits
         first, got = transport._captured, []
         try:
@@ -81,7 +81,7 @@ def test_replays(world: int) -> None:
 
 
 def refused(me: int, world: int, name: str) -> None:
-    """Memory that there is not yet, a rank that captures alone, an exchange that cannot be captured: the same error on every rank."""
+    """Memory that is not allocated yet, a rank that captures alone, an exchange that cannot be captured: the same error on every rank."""
     transport: Any = symmetric(name)
     moe = spread(layer("hp", torch.float32, "random"), me, world, name)
     generator = torch.Generator().manual_seed(me)
@@ -102,21 +102,21 @@ def refused(me: int, world: int, name: str) -> None:
     walk(moe, x, dy)
 
 
-def test_what_cannot_be_captured() -> None:
+def test_exchanges_that_cannot_be_captured() -> None:
     run_virtual(refused, 2)
 
 
 _all_to_all = symmetric_dispatcher._all_to_all
 
 
-def _in_vain(*arguments: Any) -> symmetric_dispatcher.Steps:
-    """What the watchdog leaves of a table that did not arrive: NaN bytes."""
+def _all_to_all_of_nan(*arguments: Any) -> symmetric_dispatcher.Steps:
+    """Tables full of NaN bytes, as the watchdog leaves a table that did not arrive."""
     received = yield from _all_to_all(*arguments)
     return received.fill_(-1) if received.dtype == torch.int32 else received  # float32: gradients of scores
 
 
-def goes_on(me: int, world: int, name: str) -> None:
-    """Forward and backward come to their end: no index hangs on what has not come."""
+def runs_to_the_end(me: int, world: int, name: str) -> None:
+    """Forward and backward end without an illegal access: no index depends on values that have not arrived."""
     generator = torch.Generator().manual_seed(me)
     x, dy = (draw(generator, 20 + 9 * me, D) for _ in range(2))
     for dispatch, combine in itertools.product(("rank_dedup", "all_to_all", "all_gather"), ("rank_dedup", "all_to_all", "reduce_scatter")):
@@ -126,7 +126,7 @@ def goes_on(me: int, world: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_tables_that_did_not_come(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """Nobody is on the host to say so in a replay, and in eager steps hosts may be far ahead."""
-    monkeypatch.setattr(symmetric_dispatcher, "_all_to_all", _in_vain)
-    run_virtual(goes_on, world)
+def test_tables_that_did_not_arrive(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """In a replay no host can raise an error, and in eager steps hosts may be far ahead."""
+    monkeypatch.setattr(symmetric_dispatcher, "_all_to_all", _all_to_all_of_nan)
+    run_virtual(runs_to_the_end, world)

@@ -1,4 +1,4 @@
-"""The fused layer on gloo ranks: modes, routings and recipes against float64 on all tokens at once, what travels, errors on every rank."""
+"""The fused layer on gloo ranks: modes, routings and recipes against float64 on all tokens at once, bytes sent, errors on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAIRS = [RuntimeEPConfig(d, c) for d in DISPATCH for c in COMBINE]
 
 
 def count(rank: int, world: int, kind: str) -> int:
-    """T of a rank: different on each, none on rank 0 where ranks starve, none anywhere when empty."""
+    """T of a rank: different on each rank; 0 on rank 0 if "starved", 0 on every rank if "empty"."""
     return 0 if kind == "empty" or (kind == "starved" and rank == 0 and world > 1) else 40 + 7 * rank
 
 
@@ -39,7 +39,7 @@ def batch(world: int, kind: str, dtype: torch.dtype, seed: int = 0) -> tuple[lis
 
 
 def layer(recipe: str, dtype: torch.dtype, kind: str, **changes: Any) -> FusedMoE:
-    """The whole layer; "one expert": expert 1 for every token (and others beside it), "starved": never the last two."""
+    """The whole layer; "one expert": every token chooses expert 1 (among others), "starved": no token chooses the last two."""
     moe = make(FusedMoE, recipe, dtype, **changes)
     if kind == "one expert":
         moe.expert_bias[1] = 10
@@ -50,7 +50,7 @@ def layer(recipe: str, dtype: torch.dtype, kind: str, **changes: Any) -> FusedMo
 
 
 def spread(moe: MoE, world: int) -> MoE:
-    """Its experts over all ranks."""
+    """Shards its experts over all ranks."""
     mesh = init_device_mesh(torch.get_default_device().type, (world,), mesh_dim_names=("ep",))
     parallelize_moe(moe, mesh)
     moe.group = mesh.get_group()
@@ -66,7 +66,7 @@ def gathered(results: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 
 def expected(whole: FusedMoE, x: list[Tensor], dy: list[Tensor], rank: int) -> dict[str, Tensor]:
-    """What this rank should find, from all tokens at once, float64."""
+    """The expected results of this rank, from all tokens at once in float64."""
     world, tokens = len(x), torch.cat(x)
     # Routed rank by rank: a product of other shape may round a logit the other way.
     experts = torch.cat([whole.router(part, whole.expert_bias).experts for part in x])
@@ -98,7 +98,7 @@ def check_modes(rank: int, world: int) -> None:
 
 
 def check_recipes(rank: int, world: int) -> None:
-    """MX recipes: the error is that of the layer on one rank; dispatch modes do not differ in a bit of what they bring."""
+    """MX recipes: the error is that of the layer on one rank; all dispatch modes give the same bits."""
     x, dy = batch(world, "random", torch.bfloat16)
     for name in RECIPES:
         whole = layer(name, torch.bfloat16, "random")
@@ -124,7 +124,7 @@ def plain(value: Tensor) -> Tensor:
 
 
 def check_wire(rank: int, world: int) -> None:
-    """Bytes that this rank sends: every token once to a rank, or once for a choice, and sums home the same way."""
+    """Bytes that this rank sends: each token once per rank or once per choice, and as many sums in combine."""
     x, dy = batch(world, "random", torch.bfloat16)
     moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), world)
     experts = [moe.router(part, moe.expert_bias).experts // (E // world) for part in x]
@@ -141,19 +141,19 @@ def check_wire(rank: int, world: int) -> None:
         if world == 1:
             with Calls() as more:
                 y.backward(dy[rank])
-            assert not calls + more, "nothing travels"
+            assert not calls + more, "nothing is sent"
             continue
-        counts, metadata, out, home = calls
+        counts, metadata, dispatched, combined = calls
         assert counts == world * (3 + 7) * 8
         assert metadata == deduplicated[0] * (2 * C + 1) * 4
-        assert (out, home) == (sent * record_bytes(D), held * D * 2)
+        assert (dispatched, combined) == (sent * record_bytes(D), held * D * 2)
         with Calls() as calls:
             y.backward(dy[rank])
         assert sorted(calls) == sorted([sent * record_bytes(D), deduplicated[1] * C * 4, held * D * 2])
 
 
 def check_options(rank: int, world: int) -> None:
-    """Sums in MXFP8, nothing kept, the function with its defaults; twice the same bits; no gradient asked for."""
+    """Sums in MXFP8, recomputation instead of saving, `fused_moe` with its defaults, repeated calls, and a call without gradients."""
     x, dy = batch(world, "random", torch.bfloat16)
     moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random", expert_biases=True), world)
     want = walk(moe, x[rank], dy[rank])
@@ -174,8 +174,8 @@ def check_options(rank: int, world: int) -> None:
     assert_same(y, want["y"])
 
 
-def check_passes(rank: int, world: int) -> None:
-    """In a scratch of all ranks' tokens, the least there is: every mode, and all tokens with one expert; below it, every rank raises."""
+def check_chunks(rank: int, world: int) -> None:
+    """With the least `scratch_rows`, all ranks' tokens: every mode, and all tokens at one expert. With fewer, every rank raises."""
     for kind in KINDS:
         x, dy = batch(world, kind, torch.float32)
         least = max(round_up(sum(len(part) for part in x), 32), 32)
@@ -193,7 +193,7 @@ def check_passes(rank: int, world: int) -> None:
 
 
 def check_fsdp(rank: int, world: int) -> None:
-    """Under FSDP, experts over the group: the gradients of the layer without it."""
+    """Under FSDP, with experts sharded over the group: the gradients of the layer without FSDP."""
     x, dy = batch(world, "random", torch.float32)
     alone, sharded = (layer("hp", torch.float32, "random") for _ in range(2))
     spread(alone, world)
@@ -210,7 +210,7 @@ def check_fsdp(rank: int, world: int) -> None:
 
 
 def check_errors(rank: int, world: int) -> None:
-    """What only another rank can know ends every rank, and says what differs."""
+    """Options that differ between ranks raise on every rank, and the error names the difference."""
     x, _ = batch(world, "random", torch.float32)
     moe = spread(layer("hp", torch.float32, "random"), world)
     if world > 1:
@@ -244,11 +244,11 @@ def check_errors(rank: int, world: int) -> None:
     moe(x[rank])
 
 
-CHECKS: tuple[Callable[[int, int], None], ...] = (check_modes, check_wire, check_errors, check_recipes, check_options, check_passes)
+CHECKS: tuple[Callable[[int, int], None], ...] = (check_modes, check_wire, check_errors, check_recipes, check_options, check_chunks)
 
 
 def run_all(rank: int, world: int, checks: int = len(CHECKS)) -> None:
-    """Everything, or so many checks, with memory that is not written full of NaN."""
+    """Runs the first `checks` checks, with `torch.empty` filled with NaN."""
     empty = torch.empty
 
     def poisoned(*args: Any, **options: Any) -> Tensor:

@@ -20,7 +20,7 @@ def too_small(me: int, world: int, name: str) -> None:
     x, dy = batch(world, "random", torch.bfloat16)
     moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name)
     memory: Any = symmetric(name)._growth._memory
-    for left in (0, 8000 * world):  # bytes of rank 1: nothing for tables and tokens; too little for the sums behind them
+    for left in (0, 8000 * world):  # free bytes of rank 1: none for tables and tokens; too few for the sums after them
         if me == 1:
             memory.room = left
         with pytest.raises(torch.OutOfMemoryError, match=r"no room for .* bytes on 1 ranks"):

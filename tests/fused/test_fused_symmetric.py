@@ -1,4 +1,4 @@
-"""The fused layer over symmetric memory, on virtual ranks: the bits of the same mode over any other transport, who owns what, errors."""
+"""The fused layer over symmetric memory, on virtual ranks: the bits of the collective dispatcher, buffers, saved bytes, errors."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import RECIPES, ScaleCalculationMode
 from mxep.shapes import record_bytes, round_up
 
-FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300")) // 4  # layers; each of other sizes, routing and options
+FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300")) // 4  # layers; sizes, routing and options of each are drawn
 
 
 class Plain:
-    """Exchanges and nothing else, so that the layer takes the dispatcher that any transport can carry."""
+    """A transport with exchanges only, so that the layer takes the collective dispatcher."""
 
     name = "plain"
 
@@ -57,7 +57,7 @@ def gather_all(rows: Tensor, splits: Sequence[int], group_name: str) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def gather_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_dispatcher, "gather_all_rows", gather_all)
 
 
@@ -76,8 +76,8 @@ def spread(moe: FusedMoE, me: int, world: int, name: str) -> FusedMoE:
     return moe
 
 
-def other(name: str) -> str:
-    """The name of the same ranks' collective dispatcher."""
+def collective_group(name: str) -> str:
+    """Registers a group of the same ranks that takes the collective dispatcher; returns its name."""
     register(f"plain {name}", Plain(symmetric(name)))  # type: ignore[arg-type]
     return f"plain {name}"
 
@@ -93,14 +93,14 @@ def assert_bits(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, wha
 
 
 def every_mode(me: int, world: int, name: str) -> None:
-    """Every pair of modes and every routing, in MXFP8 and in high precision on every wire."""
+    """Every pair of modes and every routing, with exchanges in MXFP8 and in high precision."""
     plain = ""
     for at, kind in enumerate(KINDS):
         cases = (("mxfp8_wgrad_with_hp", torch.bfloat16, "mxfp8"), ("hp", torch.float32, "hp"), ("hp", torch.bfloat16, "hp"))
         for recipe, dtype, wire in cases if at == 0 else cases[:2]:
             x, dy = batch(world, kind, dtype)
             moe = spread(layer(recipe, dtype, kind, expert_biases=True), me, world, name)
-            plain = plain or other(name)
+            plain = plain or collective_group(name)
             for runtime in PAIRS if at == 0 else PAIRS[at % 4 :: 4]:
                 moe.runtime = RuntimeEPConfig(
                     runtime.dispatch, runtime.combine, combine_forward=wire if at % 2 else "hp", dispatch_backward=wire
@@ -110,16 +110,16 @@ def every_mode(me: int, world: int, name: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.usefixtures("poison")
-def test_the_bits_of_the_collective_road(world: int) -> None:
+def test_the_bits_of_the_collective_dispatcher(world: int) -> None:
     run_virtual(every_mode, world)
 
 
 def every_recipe(me: int, world: int, name: str) -> None:
-    """Recipes; what is kept and made again; nothing asked for; the function with its group."""
+    """Recipes, options of what is saved or recomputed, calls without gradients, and `fused_moe` with a group."""
     x, dy = batch(world, "random", torch.bfloat16)
     for recipe in RECIPES:
         moe = spread(layer(recipe, torch.bfloat16, "random"), me, world, name)
-        plain = other(name)
+        plain = collective_group(name)
         for keeps, redispatches in ((True, False), (False, True), ("mxfp8", False), (False, False), (True, True)):
             moe.runtime = RuntimeEPConfig("rank_dedup", "all_to_all", keep_first_product=keeps, redispatch_x_in_backward=redispatches)
             assert_bits(moe, name, plain, x[me], dy[me], f"{recipe} {keeps} {redispatches}")
@@ -137,15 +137,15 @@ def every_recipe(me: int, world: int, name: str) -> None:
         assert_same(fused_moe(x[me], own["router.gate.weight"], w1, None, own["experts.w2"], None, C, E, group=name, recipe=recipe), y)
         for parameter in moe.parameters():
             parameter.requires_grad_(parameter is moe.experts.w2)
-        moe(x[me]).backward(dy[me])  # neither rows nor scores go home
+        moe(x[me]).backward(dy[me])  # backward returns neither rows nor scores
 
 
-def test_recipes_and_what_is_kept() -> None:
+def test_recipes_and_recomputation() -> None:
     run_virtual(every_recipe, 2)
 
 
-def in_a_row(me: int, world: int, name: str, again: bool) -> list[tuple[int, int, int]]:
-    """Three layers behind each other, four steps: buffers there are, leased behind forward, leased behind backward."""
+def three_layers(me: int, world: int, name: str, again: bool) -> list[tuple[int, int, int]]:
+    """Four steps of three layers in sequence: the number of buffers, those leased after forward, and those leased after backward."""
     layers = [spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name) for _ in range(3)]
     for moe in layers:
         moe.group = SimpleNamespace(group_name=name)  # type: ignore[assignment]
@@ -167,11 +167,11 @@ def in_a_row(me: int, world: int, name: str, again: bool) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_steps_give_back_what_they_received_in(again: bool) -> None:
-    """By reference counts alone: a buffer that waited for the garbage collector would be one more in the next step."""
+def test_steps_release_their_receive_buffers(again: bool) -> None:
+    """Reference counts alone release them: if a buffer waited for the garbage collector, the next step would need one more."""
     gc.disable()
     try:
-        found = run_virtual(in_a_row, 2, again)
+        found = run_virtual(three_layers, 2, again)
     finally:
         gc.enable()
     buffers = found[0][0][0]
@@ -179,7 +179,7 @@ def test_steps_give_back_what_they_received_in(again: bool) -> None:
 
 
 def fuzzed(me: int, world: int, name: str, seed: int) -> None:
-    """Sizes, routing and options of a seed; ranks differ in T, some have none."""
+    """Sizes, routing and options drawn from a seed; T differs between ranks, and some have no tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(low: int, high: int) -> int:
@@ -207,27 +207,29 @@ def fuzzed(me: int, world: int, name: str, seed: int) -> None:
     tokens = [integer(0, 30) * (integer(0, 3) > 0) for _ in range(world)]
     x, dy = ([draw(generator, n, changes["dim"]).to(dtype) for n in tokens] for _ in range(2))
     least = max(round_up(sum(tokens), 32), 32)
-    scratch = one_of(("auto", None, least, least + 32 * integer(0, 4)))  # the two dispatchers get other numbers of passes
+    scratch = one_of(("auto", None, least, least + 32 * integer(0, 4)))  # the two dispatchers get different numbers of chunks
     spread(moe, me, world, name).runtime = replace(runtime, scratch_rows=scratch, cpu_sync_on_runtime=one_of((True, False)))
-    assert_bits(moe, name, other(name), x[me], dy[me], f"seed {seed}, scratch {scratch}")
+    assert_bits(moe, name, collective_group(name), x[me], dy[me], f"seed {seed}, scratch {scratch}")
 
 
 def test_fuzzed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(FUZZED):
-        monkeypatch.setattr(symmetric_dispatcher, "_FILLED", (0.0, 0.5, 2.0)[seed % 3])  # copied whatever is filled, as it is, or never
+        monkeypatch.setattr(
+            symmetric_dispatcher, "_FILLED", (0.0, 0.5, 2.0)[seed % 3]
+        )  # whole regions are copied always, by the default rule, or never
         run_virtual(fuzzed, (1, 2, 3, 5)[seed % 4], seed)
 
 
-def other_passes(me: int, world: int, name: str) -> None:
-    """All tokens to the first rank's experts: it works in passes, the others in one, and all dispatch their tokens once more."""
+def different_numbers_of_chunks(me: int, world: int, name: str) -> None:
+    """All tokens choose the first rank's experts: it has several chunks, the other ranks one, and all dispatch again in backward."""
     x, dy = batch(world, "random", torch.bfloat16)
     moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name)
     moe.expert_bias[: E // world] = 10
     for key in ("w1", "w3"):
         getattr(moe.experts, key).requires_grad_(False)
-    rows = max(round_up(sum(map(len, x)), 32), E // world * 32)  # the padding of experts without tokens fits into one pass
+    rows = max(round_up(sum(map(len, x)), 32), E // world * 32)  # the padding of experts without tokens fits into one chunk
     results = []
-    for group, counted in ((name, True), (other(name), False)):
+    for group, counted in ((name, True), (collective_group(name), False)):
         moe.group = SimpleNamespace(group_name=group)  # type: ignore[assignment]
         for scratch in (rows, None):
             moe.runtime = RuntimeEPConfig(redispatch_x_in_backward=True, scratch_rows=scratch, cpu_sync_on_runtime=counted)
@@ -238,15 +240,15 @@ def other_passes(me: int, world: int, name: str) -> None:
             assert_same(got, want)
 
 
-def test_ranks_with_other_numbers_of_passes() -> None:
-    run_virtual(other_passes, 2)
+def test_ranks_with_different_numbers_of_chunks() -> None:
+    run_virtual(different_numbers_of_chunks, 2)
 
 
 def odd_width(me: int, world: int, name: str) -> None:
     """Rows that are no multiple of 16 bytes, in high precision."""
     generator = torch.Generator().manual_seed(me)
     moe = spread(layer("hp", torch.bfloat16, "random", dim=37, hidden=11), me, world, name)
-    plain = other(name)
+    plain = collective_group(name)
     for runtime in PAIRS[::4]:
         moe.runtime = runtime
         assert_bits(moe, name, plain, *(draw(generator, 9 + me, 37).bfloat16() for _ in range(2)), f"{runtime}")
@@ -257,7 +259,7 @@ def test_an_odd_width() -> None:
 
 
 def many_in_flight(me: int, world: int, name: str) -> list[int]:
-    """Layers of other sizes, several forwards before their backwards, in another order; memory is what the first round took."""
+    """Layers of different sizes, several forwards before backwards in reverse order; no memory is added after the first round."""
     sizes, layers = [], []
     for at, changes in enumerate(({}, {"dim": 128}, {"top_k": 1, "num_experts": 4})):
         moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random", **changes), me, world, name)
@@ -283,29 +285,29 @@ def test_nothing_that_a_forward_saved_is_overwritten() -> None:
         assert len(set(sizes)) == 1
 
 
-def kept(me: int, world: int, name: str) -> None:
+def saved(me: int, world: int, name: str) -> None:
     moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), me, world, name)
     generator = torch.Generator().manual_seed(5)
     tokens = [draw(generator, 160, D).bfloat16() for _ in range(world)]
     rows, local = world * 160, E // world
-    came = sum(int((moe.router(x).experts // local == me).sum()) for x in tokens)
-    for runtime, places in (
+    received = sum(int((moe.router(x).experts // local == me).sum()) for x in tokens)
+    for runtime, expert_rows in (
         (RuntimeEPConfig(scratch_rows=None), rows * min(C, local) + local * 32),  # the worst case
-        (RuntimeEPConfig(), rows),  # what all tokens need at one expert; above the balanced share and what is spare
+        (RuntimeEPConfig(), rows),  # rows for all tokens at one expert, which is more than the balanced share and its spare rows
         (RuntimeEPConfig(cpu_sync_on_runtime=True), None),
     ):
         moe.runtime = runtime
         found = saved_bytes(moe(tokens[me]))
         assert found["dispatched tokens"] >= rows * record_bytes(D), "a region for the tokens of every rank"
-        assert found["routing"] == rows * C * (1 + 4), "the choices of all tokens in a byte each, and their scores"
-        if places is None:
-            assert came <= found["first product"] / (2 * H * 2) <= came + local * 32, "what came, padded"
+        assert found["routing"] == rows * C * (1 + 4), "one byte for each choice of all tokens, and their scores"
+        if expert_rows is None:
+            assert received <= found["first product"] / (2 * H * 2) <= received + local * 32, "the rows that were received, padded"
         else:
-            assert found["first product"] == places * 2 * H * 2
+            assert found["first product"] == expert_rows * 2 * H * 2
 
 
-def test_what_is_kept() -> None:
-    run_virtual(kept, 4)
+def test_saved_bytes() -> None:
+    run_virtual(saved, 4)
 
 
 _texts: dict[int, str] = {}
@@ -313,7 +315,7 @@ _both = threading.Barrier(2)
 
 
 def disagree(me: int, world: int, name: str) -> None:
-    """What only another rank can know is the same error on every rank, and no harm is done."""
+    """Options that differ between ranks raise the same error on every rank, and the group stays usable."""
     x, dy = batch(world, "random", torch.float32)
     moe = spread(layer("hp", torch.float32, "random"), me, world, name)
     want = walk(moe, x[me], dy[me])
@@ -353,17 +355,17 @@ _rank, _rank_0_is_done = threading.local(), threading.Event()
 
 def _fails_on_rank_1(*arguments: Any) -> Tensor:
     if _rank.me == 1:
-        assert _rank_0_is_done.wait(20), "what rank 1 owes it was on its way before"
+        assert _rank_0_is_done.wait(20), "rank 1 had sent its rows to rank 0 before"
         raise RuntimeError("no memory")
     return wgrad_gemm(*arguments)
 
 
-def stops(me: int, world: int, name: str) -> None:
-    """A rank that fails while its rows are on their way home: the others hear of it in their next exchange, at once."""
+def fails_in_backward(me: int, world: int, name: str) -> None:
+    """A rank fails after it has sent its rows in backward: the next exchange of the other ranks raises at once."""
     _rank.me = me
     x, dy = batch(world, "random", torch.float32)
     moe = spread(layer("hp", torch.float32, "random"), me, world, name)
-    moe.runtime = RuntimeEPConfig(scratch_rows=None)  # one pass: rows are on their way when its weights' gradients are made
+    moe.runtime = RuntimeEPConfig(scratch_rows=None)  # one chunk: rows have been sent when the gradients of its weights are computed
     y = moe(x[me].requires_grad_())
     if me == 0:
         y.backward(dy[me])
@@ -371,30 +373,30 @@ def stops(me: int, world: int, name: str) -> None:
     else:
         with pytest.raises(RuntimeError, match="no memory"):
             y.backward(dy[me])
-        gc.collect()  # of the frames in the traceback
+        gc.collect()  # frees the frames in the traceback
     del y
     with pytest.raises(ExchangeError, match="rank 1 failed outside of an exchange"):
         moe(x[me])
 
 
-def test_a_rank_that_fails_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_backward_ends_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxep.moe.expert_mlp.wgrad_gemm", _fails_on_rank_1)
-    run_virtual(stops, 2)
+    run_virtual(fails_in_backward, 2)
 
 
 def rows_off_rank(me: int, world: int, name: str) -> None:
-    """Rows that leave a rank, as a profile counts them: the same over both dispatchers where the same rows travel."""
+    """Rows that a rank sends to others, as the network profiler counts them: the same for both dispatchers if they send the same rows."""
     generator = torch.Generator().manual_seed(3)
     chosen = [torch.rand(20 + 3 * rank, E, generator=generator).topk(C).indices for rank in range(world)]
-    plain = other(name)
+    plain = collective_group(name)
     for mode in MODES:
         spec, found = DispatchSpec(E, C, D, 4, 0, (mode, mode), 32), []
         for group in (name, plain):
             dispatcher, _ = make_dispatcher(spec, chosen[me], torch.ones(len(chosen[me]), C), torch.ones(len(chosen[me]), D), "", group)
             found.append((dispatcher.dispatch.rows_off_rank("to_experts"), dispatcher.dispatch.rows_off_rank("to_tokens")))
         assert found[0][0] == found[1][0]
-        assert found[0][1] == found[1][1] if mode != "all_ranks" else found[0][1] < found[1][1]  # empty sums stay
+        assert found[0][1] == found[1][1] if mode != "all_ranks" else found[0][1] < found[1][1]  # empty sums are not sent
 
 
-def test_rows_that_leave() -> None:
+def test_count_of_rows_sent_to_other_ranks() -> None:
     run_virtual(rows_off_rank, 4)

@@ -1,4 +1,4 @@
-"""The profiler of the fused layer's exchanges on gloo ranks: every mode timed, the cheaper one taken, a histogram respected."""
+"""The profiler of the fused layer's exchanges on gloo ranks: it times every mode, takes the cheaper one and follows a histogram."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_mode_is_timed_and_all_ranks_agree() -> None:
     assert by["rank_dedup", "to_experts", "mxfp8"].wire_bytes < by["rank_dedup", "to_experts", "hp"].wire_bytes
     assert by["rank_dedup", "to_experts", "hp"].wire_bytes <= by["all_to_all", "to_experts", "hp"].wire_bytes
     to_one = {(t.mode, t.way, t.precision): t for t in first["skewed"]}
-    assert to_one["all_to_all", "to_experts", "hp"].wire_bytes == 32 * 64 * 2 / 2, "all rows of one of two ranks leave it"
+    assert to_one["all_to_all", "to_experts", "hp"].wire_bytes == 32 * 64 * 2 / 2, "one of two ranks sends all of its rows"
 
 
 def test_the_cheaper_sum_wins() -> None:
@@ -60,7 +60,7 @@ def test_the_cheaper_sum_wins() -> None:
     assert found.config == RuntimeEPConfig(dispatch="rank_dedup", combine="rank_dedup", keep_first_product=False)
     slow_kernels = [time._replace(ms=time.ms + 3.0 * (time.mode == "rank_dedup" and time.way == "to_tokens")) for time in times]
     found = profiler._decide(slow_kernels)
-    assert (found.config.dispatch, found.config.combine) == ("rank_dedup", "all_to_all"), "what forward does counts for combine alone"
+    assert (found.config.dispatch, found.config.combine) == ("rank_dedup", "all_to_all"), "the time of forward counts for combine alone"
     in_mx = NetworkProfiler(16, 32, 1, group="", config=RuntimeEPConfig(combine_forward="mxfp8", dispatch_backward="mxfp8"))
     assert (in_mx._decide(times).config.dispatch, in_mx._decide(times).config.combine) == ("all_to_all", "all_to_all")
 

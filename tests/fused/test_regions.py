@@ -1,4 +1,4 @@
-"""Regions of symmetric memory on virtual ranks: the expert rows and sums of the collective dispatcher, whatever the routing."""
+"""Regions of symmetric memory on virtual ranks: the expert rows and sums are those of the collective dispatcher for any routing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from types import SimpleNamespace
 
 import torch
-from tests.fused.test_collective_dispatcher import FUZZED, Ranks, draw, walk
+from tests.fused.test_collective_dispatcher import FUZZED, Ranks, draw, exchange_indices
 from torch import Tensor
 
 from mxep.fused import symmetric_dispatcher
@@ -18,11 +18,11 @@ from mxep.ops.routing.index_reference import MODES
 from mxep.reference import reduce_rows
 from mxep.shapes import round_up
 
-GARBAGE = float("nan")  # what regions hold where nothing came
+GARBAGE = float("nan")  # content of region rows that were not written
 
 
-def pushed(rows: list[Tensor], slots: list[Tensor], ranks: list[Tensor | None], region: int) -> list[Tensor]:
-    """What every rank receives when rows (T, width) go to their slots."""
+def scattered(rows: list[Tensor], slots: list[Tensor], ranks: list[Tensor | None], region: int) -> list[Tensor]:
+    """What every rank receives when rows (T, width) are written to their slots."""
     world = len(rows)
     memory = [torch.full((world, region, rows[0].shape[1]), GARBAGE) for _ in range(world)]
     for sender in range(world):
@@ -31,13 +31,13 @@ def pushed(rows: list[Tensor], slots: list[Tensor], ranks: list[Tensor | None], 
             mine = torch.arange(world) == to if owner is None else owner == to
             token, column = ((slots[sender] >= 0) & mine).nonzero(as_tuple=True)
             slot = slots[sender][token, column].long()
-            assert len(slot.unique()) == len(slot), "a row of its own for each"
+            assert len(slot.unique()) == len(slot), "every row has a slot of its own"
             memory[to][sender, slot] = rows[sender][token]
     return [part.flatten(0, 1) for part in memory]
 
 
 def halves(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Top-k ids and scores of a table (R, 2C), where they are."""
+    """Views of the top-k ids and scores of a table (R, 2C)."""
     return table[:, : table.shape[1] // 2], table[:, table.shape[1] // 2 :].view(torch.float32)
 
 
@@ -47,29 +47,31 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
     most, kept = max(map(len, ranks.experts)), min(choices, local)
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(1, 9, (len(experts), 2), generator=generator).float() for experts in ranks.experts]
-    exchanges, _, packed_scores, packed_ends = walk(ranks, alignment)
+    exchanges, _, packed_scores, packed_ends = exchange_indices(ranks, alignment)
     del packed_scores
     table = torch.cat([torch.ops.mxep.pack_topk(*pair, most) for pair in zip(ranks.experts, ranks.scores, strict=True)])
     size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
     placed = []
     for rank in range(world):
-        *found, row_map, of_places = torch.ops.mxep.index_topk(*halves(table), rank, local, alignment, size)
+        *found, row_map, choice_of_row = torch.ops.mxep.index_topk(*halves(table), rank, local, alignment, size)
         found = ExpertRowIndex(*found)
         assert torch.equal(found.offs, packed_ends[rank])
-        placed.append((found, row_map, of_places))
+        placed.append((found, row_map, choice_of_row))
         scores = halves(table)[1]
-        assert torch.equal(torch.ops.mxep.gather_or_zero(found.expert_rows, of_places), torch.where(found.expert_rows >= 0, scores, 0.0))
+        assert torch.equal(
+            torch.ops.mxep.gather_or_zero(found.expert_rows, choice_of_row), torch.where(found.expert_rows >= 0, scores, 0.0)
+        )
     for experts in ranks.experts:
-        homes = symmetric_dispatcher.score_slots(experts, local, most)
-        assert torch.equal(homes // (most * choices), experts // local), "from the rank of the expert"
+        slots = symmetric_dispatcher.score_slots(experts, local, most)
+        assert torch.equal(slots // (most * choices), experts // local), "in the region of the expert's rank"
         of_token = torch.arange(experts.numel()).view_as(experts)
-        assert torch.equal(homes % (most * choices), of_token), "in the row of the token and the column of the expert"
+        assert torch.equal(slots % (most * choices), of_token), "in the row of the token and the column of the expert"
     want = [x * torch.exp2(experts.float()).sum(1, keepdim=True) for x, experts in zip(tokens, ranks.experts, strict=True)]
     for mode, exchange in zip(MODES, exchanges, strict=True):
         region = symmetric_dispatcher.rows_of_region(mode, most, kept)
         sent = [symmetric_dispatcher.send_index(mode, experts, local, world, most) for experts in ranks.experts]
-        arrived = pushed(tokens, [part.slots for part in sent], [part.ranks for part in sent], region)
-        home = [torch.full((world, region, 2), GARBAGE) for _ in range(world)]
+        arrived = scattered(tokens, [part.slots for part in sent], [part.ranks for part in sent], region)
+        returned = [torch.full((world, region, 2), GARBAGE) for _ in range(world)]
         for rank in range(world):
             found, of_row, _ = placed[rank]
             held = symmetric_dispatcher.recv_index(mode, found, of_row, kept)
@@ -78,15 +80,15 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
             assert torch.equal(row_map[:count] >= 0, exchange.held[rank].row_map >= 0), "the expert rows of the packed exchange"
             assert (row_map[count:] < 0).all()
             rows = torch.where(row_map[:, None] < 0, 0.0, arrived[rank][row_map.clamp(min=0)] if len(arrived[rank]) else 0.0)
-            assert not rows.isnan().any(), f"seed {seed} {mode}: an expert row reads what did not arrive"
+            assert not rows.isnan().any(), f"seed {seed} {mode}: an expert row reads a row that did not arrive"
             group = torch.searchsorted(packed_ends[rank], torch.arange(size), right=True)
             made = rows * torch.exp2(group + rank * local)[:, None]
             sums = reduce_rows(made, held.slots).view(world, region, 2)
             some = (held.slots >= 0).any(1).view(world, region)
             for to in range(world):
-                home[to][rank][some[to]] = sums[to][some[to]]
+                returned[to][rank][some[to]] = sums[to][some[to]]
         for rank in range(world):
-            assert torch.equal(reduce_rows(home[rank].flatten(0, 1), sent[rank].return_slots), want[rank]), (
+            assert torch.equal(reduce_rows(returned[rank].flatten(0, 1), sent[rank].return_slots), want[rank]), (
                 f"seed {seed}, {mode}, rank {rank}"
             )
 
@@ -97,7 +99,7 @@ def test_fuzzed_routings_in_every_mode() -> None:
 
 
 def test_a_dispatcher_for_backward_is_computed_from_topk_ids_and_scores() -> None:
-    """And saves nothing of the size of all expert rows."""
+    """It saves no tensor of the size of all expert rows."""
     for seed, modes in itertools.product(range(12), itertools.product(MODES, MODES)):
         ranks, alignment = draw(seed)
         world, local, choices = ranks.world, ranks.local, ranks.experts[0].shape[1]

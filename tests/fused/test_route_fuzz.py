@@ -1,4 +1,4 @@
-"""A few of the random routings of tests/route_fuzz.py, which takes any number of them."""
+"""A few of the random routings of tests/route_fuzz.py, which can run any number of them."""
 
 from __future__ import annotations
 

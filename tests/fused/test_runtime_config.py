@@ -1,4 +1,4 @@
-"""How the fused layer exchanges: the configuration as JSON, its number, wrong values."""
+"""RuntimeEPConfig: as JSON, its number, wrong values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxep.fused.runtime_config import CombineMode, DispatchMode
 from mxep.moe import RuntimeEPConfig
 
 
-def test_config_travels_as_json(tmp_path: Path) -> None:
+def test_config_as_json(tmp_path: Path) -> None:
     config = RuntimeEPConfig("all_gather", "reduce_scatter", "hp", "mxfp8", None, "mxfp8", False, True)
     config.save(tmp_path / "ep.json")
     assert RuntimeEPConfig.load(tmp_path / "ep.json") == config

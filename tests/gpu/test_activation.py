@@ -1,4 +1,4 @@
-"""Activations with the quantiser behind them on a GPU: the exact form has the reference's bytes, the fast form is a known step away."""
+"""Activations with their quantiser on a GPU: the exact form has the reference's bytes, the fast form differs by at most a known step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ WIDTHS = (32, 64, 96, 128, 416, 1408, 2048, 4096, 7168, 8192)
 OTHERS = ("plain", *(name for name in ACTIVATIONS if name != "swiglu"))
 
 
-def both_directions(home: object, dh: torch.Tensor, x: torch.Tensor, *options: object, function: str = "plain") -> tuple[torch.Tensor, ...]:
-    """(h's bytes and scales, then what backward returns) of the kernels or of their references."""
+def both_directions(impl: object, dh: torch.Tensor, x: torch.Tensor, *options: object, function: str = "plain") -> tuple[torch.Tensor, ...]:
+    """(h's data and scales, then the results of backward) of the kernels or of their references."""
     how = FUNCTIONS[function]
-    return (*home.activate(x, *options, **how), *home.activate_backward(dh, x, *options, **how))
+    return (*impl.activate(x, *options, **how), *impl.activate_backward(dh, x, *options, **how))
 
 
-def assert_twins_codes(got: torch.Tensor, want: torch.Tensor, function: str, what: str) -> None:
-    """The same bytes; of GELU's forward nearly: Triton brings a library of its own, whose erf is the last bit beside torch's."""
+def assert_reference_codes(got: torch.Tensor, want: torch.Tensor, function: str, what: str) -> None:
+    """The same bytes. For GELU's forward a few codes may differ by one: Triton's erf differs from torch's in the last bit."""
     if function != "geglu":
         assert_same_bytes(got, want.cpu(), what)
         return
@@ -41,16 +41,16 @@ def assert_twins_codes(got: torch.Tensor, want: torch.Tensor, function: str, wha
 
 def assert_exact(dh: torch.Tensor, x: torch.Tensor, layout: str, mode: str, what: str, function: str = "plain") -> None:
     dh, x = cut(dh, x, FUNCTIONS[function])
-    got, want = (both_directions(home, dh, x, layout, mode, True, function=function) for home in (kernels, reference))
+    got, want = (both_directions(impl, dh, x, layout, mode, True, function=function) for impl in (kernels, reference))
     for part, (a, b) in enumerate(zip(got, want, strict=True)):
         assert a.is_cuda
-        assert_twins_codes(a, b, function if part < 2 else "", f"{what}[{part}]")
+        assert_reference_codes(a, b, function if part < 2 else "", f"{what}[{part}]")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_exact_form_has_the_twins_bytes(dtype: torch.dtype, layout: str, mode: str):
+def test_exact_form_has_the_references_bytes(dtype: torch.dtype, layout: str, mode: str):
     for name, (dh, x) in gate_up(dtype, 129, 416).items():
         assert_exact(dh.cuda(), x.cuda(), layout, mode, name)
 
@@ -74,7 +74,7 @@ def test_strided_inputs(layout: str, function: str):
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_finite_gate_and_up_has_its_gradient(function: str, exact: bool):
-    """Of the fast form a share below 2^-126 is zero, GELU's is a polynomial, and a subnormal may be zero."""
+    """In the fast form a factor below 2^-126 is zero, GELU's factor is a polynomial, and a subnormal may be zero."""
     dh, gate, up = (part.cuda() for part in whole_range())
     x = gate if function == "relu2" else torch.cat((gate, up), 1)
     dx, h = kernels.activate_backward(dh, x, "concatenated", "rceil", exact, "hp", "hp", **FUNCTIONS[function])
@@ -95,10 +95,10 @@ def test_no_rows():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", OTHERS)
 def test_fast_form_is_one_step_away_at_most(function: str, layout: str, mode: str, dtype: torch.dtype):
-    """A value beside a rounding boundary falls to its other side: rarely, and by one step of e4m3 in its block's scale."""
+    """A value near a rounding boundary is rarely rounded the other way, by one step of e4m3 in its block's scale."""
     differing = total = 0
     for name, case in gate_up(dtype, 257, 2048).items():
-        if name == "wild" and function == "geglu":  # 1 + erf is 0, and NaN times an infinite up, where the fast form has a small share
+        if name == "wild" and function == "geglu":  # 1 + erf is 0: NaN with an infinite up; in the fast form it is a small number
             continue
         dh, x = (part.cuda() for part in cut(*case, FUNCTIONS[function]))
         fast, exact = (both_directions(kernels, dh, x, layout, mode, form, function=function) for form in (False, True))
@@ -120,17 +120,17 @@ def test_fast_form_is_one_step_away_at_most(function: str, layout: str, mode: st
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_forms_and_bias_have_the_twins_bytes(dtype: torch.dtype, layout: str):
-    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)  # an empty group, one row of nobody's
+def test_forms_and_bias_have_the_references_bytes(dtype: torch.dtype, layout: str):
+    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)  # an empty group, one row of no group
     bias = torch.randn(6, 832, device="cuda", dtype=BF16)
     for name, (dh, x) in gate_up(dtype, 257, 416).items():
         dh, x = dh.cuda(), x.cuda()
         for given in ((None, None), (bias, ends), (bias.float(), ends.long())):
-            for home in (kernels.activate, torch.ops.mxep.activate):
-                for a, b in zip(home(x, layout, "rceil", True, *given), reference.activate(x, layout, "rceil", True, *given), strict=True):
+            for impl in (kernels.activate, torch.ops.mxep.activate):
+                for a, b in zip(impl(x, layout, "rceil", True, *given), reference.activate(x, layout, "rceil", True, *given), strict=True):
                     assert_same_bytes(a, b.cpu(), name)
             for forms in (("mx+hp", "hp"), ("hp", "mx"), ("none", "mx+hp"), ("mx", "none"), ("mx+hp", "mx+hp")):
-                got, want = (home.activate_backward(dh, x, layout, "rceil", True, *forms, *given) for home in (kernels, reference))
+                got, want = (impl.activate_backward(dh, x, layout, "rceil", True, *forms, *given) for impl in (kernels, reference))
                 for a, b in zip(got, want, strict=True):
                     if a.element_size() == 1:
                         assert_same_bytes(a, b.cpu(), f"{name} {forms}")
@@ -140,14 +140,14 @@ def test_forms_and_bias_have_the_twins_bytes(dtype: torch.dtype, layout: str):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_group_bias_has_the_twins_bytes(dtype: torch.dtype):
+def test_group_bias_has_the_references_bytes(dtype: torch.dtype):
     ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
     for width in (1, 96, 1408, 7168):
         rows, bias = torch.randn(257, width, device="cuda").to(dtype), torch.randn(6, width, device="cuda")
         for scores in (None, torch.rand(257, device="cuda")):
             want = reference.add_group_bias(rows, bias, ends, scores)
             assert_same_bytes(kernels.add_group_bias(rows, bias, ends, scores), want.cpu(), f"{width} columns")
-        got, want = (home.dot_group_bias(rows, bias, ends) for home in (kernels, reference))
+        got, want = (impl.dot_group_bias(rows, bias, ends) for impl in (kernels, reference))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * width)
 
 
@@ -181,13 +181,13 @@ def test_no_host_sync(no_sync):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("width", [96, 1408])
 @pytest.mark.usefixtures("poison")
-def test_scores_have_the_twins_numbers(width: int, layout: str):
+def test_scores_have_the_references_numbers(width: int, layout: str):
     dh, x = (part.cuda() for part in gate_up(torch.bfloat16, 513, width)["normal"])
     scores = torch.rand(513, device="cuda")
-    for home in (kernels, reference):
-        h = home.activate(x, layout, "rceil", True, None, None, scores)
-        parts = home.activate_backward(dh, x, layout, "rceil", True, "mx+hp", "mx+hp", None, None, scores)
-        if home is kernels:
+    for impl in (kernels, reference):
+        h = impl.activate(x, layout, "rceil", True, None, None, scores)
+        parts = impl.activate_backward(dh, x, layout, "rceil", True, "mx+hp", "mx+hp", None, None, scores)
+        if impl is kernels:
             ours = (*h, *parts)
     for got, want in zip(ours[:-1], (*h, *parts)[:-1], strict=True):
         assert_same_bytes(got, want.cpu(), f"{width} {layout}")
@@ -196,7 +196,7 @@ def test_scores_have_the_twins_numbers(width: int, layout: str):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_high_precision_has_the_twins_numbers(dtype: torch.dtype, layout: str):
+def test_high_precision_has_the_references_numbers(dtype: torch.dtype, layout: str):
     ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
     for width in (32, 416, 1536):
         for name, (_, x) in gate_up(dtype, 257, width).items():
@@ -212,8 +212,8 @@ def test_high_precision_has_the_twins_numbers(dtype: torch.dtype, layout: str):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("function", OTHERS)
-def test_x_in_mx_has_the_twins_bytes(function: str, dtype: torch.dtype, layout: str):
-    """Quantised beside h, and read by backward: every scale byte, NaN blocks among them."""
+def test_x_in_mx_has_the_references_bytes(function: str, dtype: torch.dtype, layout: str):
+    """x is quantised in the kernel that makes h, and read by backward: every scale byte, also that of NaN."""
     ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
     how = FUNCTIONS[function]
     for width in (32, 416, 1536):
@@ -223,14 +223,14 @@ def test_x_in_mx_has_the_twins_bytes(function: str, dtype: torch.dtype, layout: 
                 parts = kernels.activate(x, layout, "rceil", True, *given, **how, quantize_x=True)
                 references = reference.activate(x, layout, "rceil", True, *given, **how, quantize_x=True)
                 for part, (a, b) in enumerate(zip(parts, references, strict=True)):
-                    assert_twins_codes(a, b, function if part < 2 else "", name)
+                    assert_reference_codes(a, b, function if part < 2 else "", name)
                 x_data, x_scale = parts[2:]
                 x_scale = x_scale.clone()
                 x_scale.view(torch.uint8).view(-1)[:257] = torch.arange(257, device="cuda").clamp(max=255).to(torch.uint8)
                 for forms in (("mx+hp", "mx+hp"), ("mx", "mx"), ("hp", "none")):
                     got, want = (
-                        home.activate_backward(dh, x_data, layout, "rceil", True, *forms, *given, x_scale, **how)
-                        for home in (kernels, reference)
+                        impl.activate_backward(dh, x_data, layout, "rceil", True, *forms, *given, x_scale, **how)
+                        for impl in (kernels, reference)
                     )
                     for at, (a, b) in enumerate(zip(got, want, strict=True)):
                         if a.element_size() == 1:
@@ -251,22 +251,22 @@ def test_x_in_mx_has_the_twins_bytes(function: str, dtype: torch.dtype, layout: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions_have_the_twins_bytes(function: str, dtype: torch.dtype, layout: str):
-    """Exact ones; fast ones are beside them, and what was clamped has no gradient in either."""
+def test_functions_have_the_references_bytes(function: str, dtype: torch.dtype, layout: str):
+    """The exact form does; the fast form is close to it, and clamped values have no gradient in either."""
     ends, how = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32), FUNCTIONS[function]
     for name, case in gate_up(dtype, 257, 416).items():
         (dh, x), scores = (part.cuda() for part in cut(*case, how)), torch.rand(257, device="cuda")
         for given in ((None, None, None), (torch.randn(6, x.shape[1], device="cuda", dtype=BF16), ends, scores)):
             for quantize_x in (False, True):
-                got, want = (home.activate(x, layout, "rceil", True, *given, **how, quantize_x=quantize_x) for home in (kernels, reference))
+                got, want = (impl.activate(x, layout, "rceil", True, *given, **how, quantize_x=quantize_x) for impl in (kernels, reference))
                 for part, (a, b) in enumerate(zip(got, want, strict=True)):
-                    assert_twins_codes(a, b, function if part < 2 else "", name)
+                    assert_reference_codes(a, b, function if part < 2 else "", name)
             exact, fast, want = (
-                home.activate_backward(dh, x, layout, "rceil", exactly, "mx+hp", "mx+hp", *given, **how)
-                for home, exactly in ((kernels, True), (kernels, False), (reference, True))
+                impl.activate_backward(dh, x, layout, "rceil", exactly, "mx+hp", "mx+hp", *given, **how)
+                for impl, exactly in ((kernels, True), (kernels, False), (reference, True))
             )
-            whole = 6  # behind them the scores' gradient, summed in another order
-            for a, b in zip(exact[:whole], want[:whole], strict=True):
+            compared = 6  # all but the gradient of the scores, which is summed in another order
+            for a, b in zip(exact[:compared], want[:compared], strict=True):
                 if a.element_size() == 1:
                     assert_same_bytes(a, b.cpu(), name)
                 else:
@@ -284,5 +284,5 @@ def test_functions_have_the_twins_bytes(function: str, dtype: torch.dtype, layou
                 kernels.activate(x, layout, "rceil", False, *given, **how, h="hp")[0],
                 reference.activate(x, layout, "rceil", True, *given, **how, h="hp")[0],
             )
-            least = 1e-5 + 1e-7 * float(x.float().nan_to_num(0, 0, 0).abs().max()) ** 2  # GELU's share is within 1e-7
+            least = 1e-5 + 1e-7 * float(x.float().nan_to_num(0, 0, 0).abs().max()) ** 2  # GELU's factor is within 1e-7
             torch.testing.assert_close(h, want_h, rtol=2**-7, atol=least, equal_nan=True)

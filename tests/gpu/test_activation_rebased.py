@@ -1,4 +1,4 @@
-"""Activations whose rows come rebased: the bytes of MX rows and of a rebase of these, whatever the size, the form and the values."""
+"""Activations that return rebased rows: the bytes of MX rows and a rebase of these, for any size, form and values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 ROWS, WIDTHS = (1, 31, 33, 127, 129), (32, 96, 768, 1408, 2880, 14336)
-ENDS = (30, 30, 31, 64, 250, 256)  # an empty group, one row of nobody's
+ENDS = (30, 30, 31, 64, 250, 256)  # an empty group, one row of no group
 
 
 def same_rebased(got: list[torch.Tensor], want: list[torch.Tensor] | tuple, what: str, num_rows: int | None = None) -> None:
@@ -59,7 +59,7 @@ def cases(dtype: torch.dtype, rows: int, width: int, function: str) -> dict[str,
 
 
 def test_some_rows_are_wide_and_some_not() -> None:
-    """What the other tests rely on."""
+    """The other tests rely on this."""
     scale = reference.activate(far_apart(BF16, 129, 768)[1], "concatenated", "rceil", h="rebased")[1]
     assert 20 < int((scale < 0).sum()) < 120
 
@@ -69,7 +69,7 @@ def test_some_rows_are_wide_and_some_not() -> None:
 def test_forward_of_every_size(layout: str, width: int) -> None:
     for rows in ROWS:
         for name, (_, x) in cases(BF16, rows, width, "plain").items():
-            got, want = (home.activate(x, layout, "rceil", True, h="rebased") for home in (kernels, reference))
+            got, want = (impl.activate(x, layout, "rceil", True, h="rebased") for impl in (kernels, reference))
             same_rebased(got, want, f"{rows} x {width} {name}")
 
 
@@ -78,7 +78,7 @@ def test_forward_of_every_size(layout: str, width: int) -> None:
 def test_gradient_of_every_size(layout: str, width: int) -> None:
     for rows in ROWS:
         for name, (dh, x) in cases(BF16, rows, width, "plain").items():
-            got, want = (home.activate_backward(dh, x, layout, "rceil", True, "mx+rebased", "mx") for home in (kernels, reference))
+            got, want = (impl.activate_backward(dh, x, layout, "rceil", True, "mx+rebased", "mx") for impl in (kernels, reference))
             same_forms(got, want, 2, f"{rows} x {width} {name}")
 
 
@@ -90,10 +90,10 @@ def test_functions_forms_bias_and_scores(function: str, layout: str, dtype: torc
     for name, (dh, x) in cases(dtype, 257, 416, function).items():
         bias, scores = torch.randn(6, x.shape[1], device="cuda"), torch.rand(257, device="cuda")
         for given in ((None, None, None), (bias.bfloat16(), ends, scores), (bias, ends.long(), None)):
-            got, want = (home.activate(x, layout, "rceil", True, *given, **how, h="rebased+hp") for home in (kernels, reference))
+            got, want = (impl.activate(x, layout, "rceil", True, *given, **how, h="rebased+hp") for impl in (kernels, reference))
             same_forms(got, want, 0, f"{name} forward")
             for dx, h, at in (("mx+rebased", "mx", 2), ("rebased+hp", "hp", 0), ("mx+rebased+hp", "mx+hp", 2), ("rebased", "none", 0)):
-                got, want = (home.activate_backward(dh, x, layout, "rceil", True, dx, h, *given, **how) for home in (kernels, reference))
+                got, want = (impl.activate_backward(dh, x, layout, "rceil", True, dx, h, *given, **how) for impl in (kernels, reference))
                 same_forms(got, want, at, f"{name} {dx} {h}", d_scores=given[2] is not None)
 
 
@@ -102,16 +102,16 @@ def test_functions_forms_bias_and_scores(function: str, layout: str, dtype: torc
 def test_granularities_and_scale_rules(mode: str, granularity: str) -> None:
     how, at = {"granularity": granularity}, slice(2, 4 if granularity == "row" else 5)
     for name, (dh, x) in cases(BF16, 129, 1056, "plain").items():
-        got, want = (home.activate(x, "concatenated", mode, True, h="rebased", **how) for home in (kernels, reference))
+        got, want = (impl.activate(x, "concatenated", mode, True, h="rebased", **how) for impl in (kernels, reference))
         same_rebased(got, want, name)
-        got, want = (home.activate_backward(dh, x, "concatenated", mode, True, "mx+rebased", "mx", **how) for home in (kernels, reference))
+        got, want = (impl.activate_backward(dh, x, "concatenated", mode, True, "mx+rebased", "mx", **how) for impl in (kernels, reference))
         same_rebased(got[at], want[at], name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", ["plain", "deepseek_v4", "gpt_oss", "relu2", "reglu"])
 def test_fast_form_has_the_bytes_of_the_mx_rows(function: str, layout: str) -> None:
-    """Of those that the other kernels write: a layer's bits do not depend on who rebases."""
+    """It has the bytes of the MX rows that the other kernels write: a layer's bits do not depend on the kernel that rebases."""
     how = FUNCTIONS[function]
     for name, (dh, x) in cases(BF16, 257, 768, function).items():
         scores = torch.rand(257, device="cuda")
@@ -133,7 +133,7 @@ def test_gradient_of_x_in_mx(function: str, layout: str, dtype: torch.dtype) -> 
             data, scale = reference.quantize(x, "rceil")
             scale.view(torch.uint8).view(-1)[:257] = torch.arange(257, device="cuda").clamp(max=255).to(torch.uint8)
             given = (dh, data, layout, "rceil", True, "mx+rebased+hp", "mx+hp", None, None, None, scale)
-            got, want = (home.activate_backward(*given, **FUNCTIONS[function]) for home in (kernels, reference))
+            got, want = (impl.activate_backward(*given, **FUNCTIONS[function]) for impl in (kernels, reference))
             same_forms(got, want, 2, f"{width} {name}")
 
 
@@ -145,21 +145,21 @@ def test_some_rows(width: int, num_valid_rows: int) -> None:
     want = kernels.activate(x, "concatenated", "rceil", h="rebased")
     got = kernels.activate(x, "concatenated", "rceil", num_valid_rows=count, h="rebased")
     same_rebased(got, want, "forward", num_valid_rows)
-    assert (got[0][num_valid_rows:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
+    assert (got[0][num_valid_rows:].view(torch.uint8) == 0xFF).all(), "rows past num_valid_rows are not written"
     assert got[1][num_valid_rows:].isnan().all()
     want = kernels.activate_backward(dh, x, "concatenated", "rceil", False, "mx+rebased+hp", "mx+hp")
     got = kernels.activate_backward(dh, x, "concatenated", "rceil", False, "mx+rebased+hp", "mx+hp", num_valid_rows=count)
     same_rebased(got[2:5], want[2:5], "gradient", num_valid_rows)
     for a, b in zip(got[:2] + got[5:], want[:2] + want[5:], strict=True):
         assert torch.equal(a[:num_valid_rows].view(torch.uint8), b[:num_valid_rows].view(torch.uint8))
-        assert (a[num_valid_rows:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
+        assert (a[num_valid_rows:].view(torch.uint8) == 0xFF).all(), "rows past num_valid_rows are not written"
 
 
 def test_strided_inputs() -> None:
     for what, (dh, x) in strided_views(torch.randn(67, 1025, device="cuda", dtype=BF16)).items():
-        got, want = (home.activate(x, "concatenated", "floor", True, h="rebased") for home in (kernels, reference))
+        got, want = (impl.activate(x, "concatenated", "floor", True, h="rebased") for impl in (kernels, reference))
         same_rebased(got, want, what)
-        got, want = (home.activate_backward(dh, x, "interleaved", "floor", True, "mx+rebased", "hp") for home in (kernels, reference))
+        got, want = (impl.activate_backward(dh, x, "interleaved", "floor", True, "mx+rebased", "hp") for impl in (kernels, reference))
         same_forms(got, want, 2, what)
 
 
@@ -210,7 +210,7 @@ def test_no_host_sync(no_sync) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
 def test_experts_have_the_same_bits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and gradients, whether the activation rebases or the GEMM's own pass does."""
+    """Output and gradients do not depend on whether the activation rebases or the GEMM's own kernel does."""
     torch.manual_seed(0)
     module = Experts(512, 416, 4, recipe).to("cuda", BF16)
     x, dy = (torch.randn(1024, 512, device="cuda", dtype=BF16) for _ in range(2))

@@ -50,7 +50,7 @@ def test_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
 
 
 def test_small_float32_parameters_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a large one, which takes the kernel: torch's numbers, the bits of steps one by one, gradients as they came, no host sync."""
+    """With a large parameter, which takes the kernel: torch's numbers, the bits of separate steps, unchanged gradients, no host sync."""
     fused, counts, ends = torch._fused_adamw_, [], []
 
     def counted(parameters: list[torch.Tensor], *rest: Any, **options: Any) -> None:

@@ -85,7 +85,7 @@ def test_unaligned_memory(bits: int) -> None:
 
 @pytest.mark.parametrize("grad_scale", [None, 3.0])
 @pytest.mark.parametrize("bits", [8, 4, 0])
-def test_what_is_not_finite_is_the_references(bits: int, grad_scale: float | None) -> None:
+def test_values_that_are_not_finite_are_those_of_the_reference(bits: int, grad_scale: float | None) -> None:
     """NaN, infinities, and a gradient whose square is one: in the codes and scales of their blocks, and one step later."""
     stepped = []
     for device, step in (("cpu", reference.adamw_step), ("cuda", kernels.adamw_step)):

@@ -1,4 +1,4 @@
-"""Attention within documents by torch's variable-length FlashAttention: the error of SDPA with a mask, no wait for the GPU, whole runs."""
+"""Attention within documents by torch's variable-length FlashAttention: the error of SDPA with a mask, no host sync, whole runs."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_models(family: str, mode: str, compiled: bool) -> None:
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
-def test_whole_runs(tmp_path: Path, nccl: torch.device) -> None:
-    """Losses do not depend on how layers are compiled and recomputed; they are others than without the mask."""
+def test_losses_of_whole_runs(tmp_path: Path, nccl: torch.device) -> None:
+    """Losses do not depend on how layers are compiled and recomputed; they differ from those without the mask."""
     lines = [json.dumps({"text": f"document {number} says {number * number}" * (number % 5 + 1)}) for number in range(4000)]
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""What the layer in a bounded scratch asks of the kernels, on a GPU: rows and groups that are left alone, sums over windows; no sync."""
+"""Kernels of the fused layer with bounded scratch rows, on a GPU: rows and groups that stay unwritten, sums over chunks, no host sync."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CASES = ((0, 64, 0, 160, 32), (0, 0, 0, 0, 0), (0, 0, 0, 0, 512))  # sizes of gr
 @pytest.mark.parametrize("sizes", CASES)
 @pytest.mark.parametrize("path", ["fp8", "fp8_span", "exact"])
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
-def test_rows_past_the_last_end_are_left(out_dtype: torch.dtype, path: str, sizes: tuple[int, ...]) -> None:
-    """The rows before it have the bits of the product that zeroes what is behind it."""
+def test_rows_past_the_last_end_are_not_written(out_dtype: torch.dtype, path: str, sizes: tuple[int, ...]) -> None:
+    """The rows before it have the bits of the product that zeroes the rows after it."""
     offs = ends(sizes)
     a, b, num_valid_rows = mx(M, K), mx(5, N, K), int(offs[-1])
     row_map = torch.randperm(M, device="cuda").int()
@@ -71,7 +71,7 @@ def test_rebased_rows(width: int, num_valid_rows: int) -> None:
 @pytest.mark.parametrize("sizes", CASES)
 @pytest.mark.parametrize("path", ["fp8", "exact"])
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_groups_without_rows_are_left(dtype: torch.dtype, path: str, sizes: tuple[int, ...]) -> None:
+def test_groups_without_rows_are_not_written(dtype: torch.dtype, path: str, sizes: tuple[int, ...]) -> None:
     offs, grad, a = ends(sizes), mx(M, N), mx(M, K)
     filled = torch.diff(offs, prepend=offs.new_zeros(1)) > 0
     want = torch.ops.mxep.grouped_wgrad_mx(*grad, *a, offs, dtype, path)
@@ -90,7 +90,7 @@ def test_groups_without_rows_are_left(dtype: torch.dtype, path: str, sizes: tupl
         d_gate, d_up = direct.grouped_wgrad_mx_gate_up(*grad, *a, offs, dtype, path, out_up=up, mostly_padding=mostly_padding)
         assert d_up is up
         assert (up[~filled] == 7).all()
-        assert not d_gate[~filled].any(), "the one without an out is zero"
+        assert not d_gate[~filled].any(), "the gradient without an `out` is zero"
 
 
 @pytest.mark.parametrize("num_valid_rows", [0, 32, 288, M])
@@ -105,11 +105,11 @@ def test_moved_and_dequantised_rows(width: int, num_valid_rows: int) -> None:
         (op.dequantize(*rows, BF16, row_map, count), op.dequantize(*rows, BF16, row_map)),
     ):
         assert torch.equal(got[:num_valid_rows].view(torch.uint8), want[:num_valid_rows].view(torch.uint8))
-        assert (got[num_valid_rows:].view(torch.uint8) == 0xFF).all(), "poison that nobody wrote over"
+        assert (got[num_valid_rows:].view(torch.uint8) == 0xFF).all(), "rows past num_valid_rows are not written"
 
 
 @pytest.mark.parametrize("sizes", CASES)
-def test_tokens_of_few_groups(sizes: tuple[int, ...]) -> None:
+def test_rebased_tokens_of_few_groups(sizes: tuple[int, ...]) -> None:
     from mxep.ops.grouped_gemm.hopper.rebase import rebase_tokens
 
     offs = ends(sizes)
@@ -150,21 +150,21 @@ def test_activations_of_some_rows(activation: str, num_valid_rows: int, layout: 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize(("width", "choices"), [(96, 3), (1056, 8), (4096, 6), (2048, 1)])
-def test_sums_over_windows_have_the_twins_bytes(width: int, choices: int, dtype: torch.dtype) -> None:
+def test_sums_over_chunks_have_the_references_bytes(width: int, choices: int, dtype: torch.dtype) -> None:
     rows = torch.randn(600, width, device="cuda").to(dtype)
     slots, row_map = (index.cuda() for index in p2p_cases.sums_of_expert_rows(333, choices, 600))
     sums = [
         [torch.full((333, width), 3.0, dtype=dtype, device="cuda"), torch.zeros(333, width, dtype=torch.int16, device="cuda")] for _ in "ab"
     ]
     for first, end in ((0, 200), (200, 200), (200, 450), (450, 600), (600, 600)):
-        window = torch.tensor([first, end], device="cuda", dtype=torch.int32)
-        for home, (out, carry) in zip((kernels, reference), sums, strict=True):
-            home.reduce_rows_chunk(rows[first:end], slots, row_map[first:end], window, out, carry if dtype == BF16 else None)
+        chunk = torch.tensor([first, end], device="cuda", dtype=torch.int32)
+        for impl, (out, carry) in zip((kernels, reference), sums, strict=True):
+            impl.reduce_rows_chunk(rows[first:end], slots, row_map[first:end], chunk, out, carry if dtype == BF16 else None)
         assert torch.equal(sums[0][0], sums[1][0])
         assert torch.equal(sums[0][1], sums[1][1])
     there = (slots >= 0).any(1)
     torch.testing.assert_close(sums[0][0][there], torch.ops.mxep.reduce_rows(rows, slots)[there])
-    assert (sums[0][0][~there] == 3).all(), "nobody writes a sum of nothing"
+    assert (sums[0][0][~there] == 3).all(), "a sum without rows is not written"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
@@ -178,18 +178,18 @@ def test_copied_groups(dtype: torch.dtype) -> None:
     assert torch.equal(into.view(torch.uint8), want.view(torch.uint8))
 
 
-def test_windows_are_those_of_the_cpu(no_sync: Callable) -> None:
+def test_chunks_are_those_of_the_cpu(no_sync: Callable) -> None:
     sizes = torch.randint(1, 12, (40,), generator=torch.Generator().manual_seed(0)) * 32  # 8096 together
     offs = sizes.cumsum(0).int()
-    places = ExpertRows(offs, torch.rand(9000), *(torch.randint(-1, 500, (9000,)).int() for _ in range(2)))
-    on_gpu = ExpertRows(*(part.cuda() for part in places[:4]))
-    want = list(ExpertChunks(places, 500, 352, 32))
+    rows = ExpertRows(offs, torch.rand(9000), *(torch.randint(-1, 500, (9000,)).int() for _ in range(2)))
+    on_gpu = ExpertRows(*(part.cuda() for part in rows[:4]))
+    want = list(ExpertChunks(rows, 500, 352, 32))
     with no_sync():
-        passes = ExpertChunks(on_gpu, 500, 352, 32)
-        early = list(passes)
+        chunks = ExpertChunks(on_gpu, 500, 352, 32)
+        early = list(chunks)
     torch.cuda.synchronize()
-    got = list(passes)
-    assert len(want) == len(got) <= len(early) <= len(passes), "those without places are left out once the host knows"
+    got = list(chunks)
+    assert len(want) == len(got) <= len(early) <= len(chunks), "chunks without rows are skipped once the host knows their bounds"
     for a, b in zip(got, want, strict=True):
         assert all(torch.equal(torch.as_tensor(x).cpu(), torch.as_tensor(y)) for x, y in zip(a, b, strict=True))
 
@@ -199,7 +199,7 @@ def test_bounds_reach_the_host_without_a_sync(no_sync: Callable) -> None:
     released, before = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.Event()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        wait_for(released, side)  # until this test lets it go on, however slow the host is
+        wait_for(released, side)  # until this test sets the word, however slow the host is
         with no_sync():
             copied = ChunkBounds.of(bounds.clone())
             early = [copied.empty(chunk) for chunk in range(3)]
@@ -207,7 +207,7 @@ def test_bounds_reach_the_host_without_a_sync(no_sync: Callable) -> None:
     assert not before.query()
     released.fill_(1)
     torch.cuda.synchronize()
-    assert early == [False] * 3, "behind the work on the stream"
+    assert early == [False] * 3, "the copy waits for the work on the stream"
     assert [copied.empty(chunk) for chunk in range(3)] == [True, True, False]
 
 
@@ -225,7 +225,7 @@ def test_bounds_of_a_graph_never_reach_the_host() -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         captured = ChunkBounds.of(bounds.clone())
-        assert eager.empty(0), "a look at the host's memory is no question to the GPU"
+        assert eager.empty(0), "reading the host's memory is no call to the GPU"
     graph.replay()
     torch.cuda.synchronize()
-    assert not any(captured.empty(window) for window in range(3))
+    assert not any(captured.empty(chunk) for chunk in range(3))

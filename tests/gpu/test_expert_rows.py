@@ -1,4 +1,4 @@
-"""Expert rows of top-k ids on the GPU: the reference's numbers, at sizes of every number of tiles, however the ids fall."""
+"""Expert rows of top-k ids on the GPU: the reference's numbers for every number of tiles and any distribution of ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("R", [0, 1, 511, 512, 513, 70001])
 @pytest.mark.parametrize(("L", "C", "alignment"), [(1, 1, 32), (32, 8, 32), (7, 3, 0), (300, 8, 128), (768, 2, 1), (2048, 6, 1)])
-def test_the_twin(R: int, L: int, C: int, alignment: int) -> None:
+def test_expert_rows_are_those_of_the_reference(R: int, L: int, C: int, alignment: int) -> None:
     generator = torch.Generator("cuda").manual_seed(R + L)
     for kind in ("random", "one expert", "nowhere", "sorted"):
         experts = torch.randint(-L, L, (R, C), device="cuda", generator=generator)
@@ -30,22 +30,22 @@ def test_the_twin(R: int, L: int, C: int, alignment: int) -> None:
         num_expert_rows = R * C + L * max(alignment, 1) + 5
         for chosen in (experts, experts.int() if kind != "nowhere" else experts.clamp(max=L).int()):
             want = reference.index_expert_rows(chosen, L, alignment, num_expert_rows)
-            for got, told in zip(kernels.index_expert_rows(chosen, L, alignment, num_expert_rows), want, strict=True):
-                assert torch.equal(got, told), f"{kind} {chosen.dtype}"
+            for got, expected in zip(kernels.index_expert_rows(chosen, L, alignment, num_expert_rows), want, strict=True):
+                assert torch.equal(got, expected), f"{kind} {chosen.dtype}"
 
 
-def test_strided_choices_and_the_same_again() -> None:
+def test_strided_choices_and_repeated_calls() -> None:
     table = torch.randint(-1, 8, (4097, 10), dtype=torch.int32, device="cuda")
     want = reference.index_expert_rows(table[:, :4].contiguous(), 8, 4, 20000)
     for _ in range(5):
-        for got, told in zip(kernels.index_expert_rows(table[:, :4], 8, 4, 20000), want, strict=True):
-            assert torch.equal(got, told)
+        for got, expected in zip(kernels.index_expert_rows(table[:, :4], 8, 4, 20000), want, strict=True):
+            assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("R", [0, 1, 513, 70001])
 @pytest.mark.parametrize(("L", "C", "alignment"), [(1, 1, 32), (32, 8, 32), (7, 3, 0), (300, 8, 128)])
-def test_places_with_scores(R: int, L: int, C: int, alignment: int) -> None:
-    """Of the second of three ranks; ids and scores may be parts of a table, and ids may have 64 bits."""
+def test_expert_rows_with_scores(R: int, L: int, C: int, alignment: int) -> None:
+    """Expert rows of the second of three ranks; ids and scores may be parts of a table, and ids may have 64 bits."""
     generator = torch.Generator("cuda").manual_seed(R + L)
     experts = torch.randint(-1, 3 * L, (R, C), device="cuda", generator=generator).int()
     scores = torch.randn(R, C, device="cuda", generator=generator)
@@ -72,7 +72,7 @@ def test_sorted_choices(tokens: int, experts: int, choices: int, no_sync: Callab
 
 @pytest.mark.parametrize("tokens", [0, 1, 127, 40001])
 @pytest.mark.parametrize(("world", "local", "topk"), [(1, 1, 1), (4, 32, 8), (8, 3, 6), (2, 7, 5)])
-def test_plans(tokens: int, world: int, local: int, topk: int, no_sync: Callable) -> None:
+def test_send_indices(tokens: int, world: int, local: int, topk: int, no_sync: Callable) -> None:
     experts = torch.rand(tokens, world * local, device="cuda").argsort(1)[:, :topk]
     scores, most = torch.randn(tokens, topk, device="cuda"), tokens + 70
     with no_sync():
@@ -84,7 +84,7 @@ def test_plans(tokens: int, world: int, local: int, topk: int, no_sync: Callable
 
 
 @pytest.mark.parametrize("count", [1, 5, 300, 2048])
-def test_windows(count: int, no_sync: Callable) -> None:
+def test_chunk_bounds_and_chunk_rows(count: int, no_sync: Callable) -> None:
     ends = (torch.randint(1, 40, (count,), device="cuda") * 32).cumsum(0).int()
     num_expert_rows, capacity = int(ends[-1]) + 77, 32 * max(39, count)
     bounds = reference.chunk_bounds(ends, capacity, count)
@@ -94,16 +94,16 @@ def test_windows(count: int, no_sync: Callable) -> None:
     with no_sync():
         found, picked = kernels.chunk_bounds(ends, capacity, count), kernels.gather_or_zero(index, scores)
     assert_equal([found, picked], [bounds, reference.gather_or_zero(index, scores)])
-    for window in (0, count // 2, count - 1):
+    for number in (0, count // 2, count - 1):
         for other in (None, second):
-            given = ends, scores, first, other, bounds[window : window + 2], capacity
+            given = ends, scores, first, other, bounds[number : number + 2], capacity
             assert_equal(kernels.chunk_rows(*given), reference.chunk_rows(*given))
 
 
 def assert_equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
-    for made, told in zip(got, want, strict=True):
-        assert made.dtype == told.dtype
-        assert torch.equal(made, told)
+    for made, expected in zip(got, want, strict=True):
+        assert made.dtype == expected.dtype
+        assert torch.equal(made, expected)
 
 
 def test_too_many_experts() -> None:

@@ -15,14 +15,14 @@ WORLDS = [
 @pytest.mark.parametrize(
     ("moment", "name_of_signal"),
     [
-        ("between steps", "SIGSTOP"),  # the others' hosts wait in the next meeting
-        ("first meeting", "SIGKILL"),  # they wait in the meeting behind it, and their GPUs for rows
-        ("first meeting, loading", "SIGKILL"),  # the same while kernels are loaded: an error, or the end of the process
-        ("scores' meeting, busy", "SIGKILL"),  # the same, and what has left is nobody's: only the streams wait
-        ("last meeting", "SIGSTOP"),  # GPUs alone wait, for rows that no kernel was started for
-        ("last meeting, busy", "SIGKILL"),  # GPUs alone wait, for one that was busy and so never became ready
+        ("between steps", "SIGSTOP"),  # the other hosts wait in the next all-gather
+        ("first exchange", "SIGKILL"),  # the hosts wait in the all-gather after it, and the GPUs for rows
+        ("first exchange, loading", "SIGKILL"),  # the same while kernels are loaded: an error, or the end of the process
+        ("scores' exchange, busy", "SIGKILL"),  # the same, after their exchange was freed: only the streams wait
+        ("last exchange", "SIGSTOP"),  # only the GPUs wait, for rows whose kernel was never started
+        ("last exchange, busy", "SIGKILL"),  # only the GPUs wait, for a busy GPU that never became ready
     ],
 )
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_others_end(world: int, moment: str, name_of_signal: str) -> None:
+def test_the_other_ranks_end(world: int, moment: str, name_of_signal: str) -> None:
     check_others_end(world, "cuda", moment, name_of_signal, timeout_s=4)

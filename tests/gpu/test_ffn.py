@@ -1,4 +1,4 @@
-"""The expert FFN on a GPU: errors against float64 beside those of the separate GEMMs, biases, layouts, one graph, gradients in halves."""
+"""The expert FFN on a GPU: errors against float64 and those of separate GEMMs, biases, layouts, one graph, gradients in halves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mxep.recipe import resolve_recipe
 
 pytestmark = pytest.mark.gpu
 P, D, H, L = 1024, 512, 416, 4
-COUNTS = [320, 0, 97, 543]  # an empty expert, groups that are no multiples of anything, and 64 rows of nobody's
+COUNTS = [320, 0, 97, 543]  # an empty expert, groups of any size, and 64 rows of no expert
 RECIPES = ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8_gemm", "mxfp8_gemm_wgrad_with_mx")
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

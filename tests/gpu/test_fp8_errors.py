@@ -1,4 +1,4 @@
-"""Errors of the FP8 path at full size: against the exact MX product, and against float64 truth beside the exact path's, by kind of data.
+"""Errors of the FP8 path at full size: against the exact MX product, and against float64, compared with the exact path's, by kind of data.
 
 16384 tokens in ragged groups, K up to 8192.  "worst" is the largest relative error of a row or of a column of a group.
 """
@@ -141,20 +141,20 @@ def test_the_exact_product_of_tokens(K: int, N: int, one_sign: bool):
 
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize(("K", "N"), [(7168, 2048), (2048, 1408), (1408, 2048)])
-def test_rows_beside_the_exact_path(data: str, K: int, N: int):
+def test_rows_against_the_exact_path(data: str, K: int, N: int):
     """Forward (activations of that kind) and dgrad (gradients of that kind) are the same product of rows."""
     errors = by_rows(DATA[data](K), normal(len(ENDS), N, K) * K**-0.5)
     assert_like_exact(errors["fp8"], errors["exact"], 2.0 if data in FAR else 1.1, data)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_tokens_beside_the_exact_path(data: str):
+def test_tokens_against_the_exact_path(data: str):
     errors = by_tokens(normal(T, 1408), DATA[data](2048))
     assert_like_exact(errors["fp8"], errors["exact"], 2.0 if data in FAR else 1.1, data)
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_gradients_beside_the_exact_path(data: str):
+def test_gradients_against_the_exact_path(data: str):
     errors = by_tokens(DATA[data](1408), normal(T, 2048))
     assert_like_exact(errors["fp8"], errors["exact"], 2.0 if data in FAR else 1.1, data)
 

@@ -1,4 +1,4 @@
-"""The GEMM path "fp8" behind the public names: chosen by "auto" on Hopper, as exact as "exact" up to bf16's rounding, by name."""
+"""The GEMM path "fp8" of the public functions: chosen by "auto" on Hopper or by name, as exact as "exact" up to bf16's rounding."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_rows(width: int):
     for granularity, max_spread in {**MAX_SPREAD, "some": middle}.items():
         for operands in ((qdata, scale), in_records(qdata, scale)):
             same_rows(kernels.rebase_rows(*operands, max_spread), reference.rebase_rows(qdata, scale, max_spread), f"{width} {granularity}")
-        got, want = (home.rebase_rows(qdata, scale, max_spread, row_map) for home in (kernels, reference))
+        got, want = (impl.rebase_rows(qdata, scale, max_spread, row_map) for impl in (kernels, reference))
         same_rows(got, want, f"{width} {granularity} mapped")
 
 
@@ -85,7 +85,7 @@ def test_changed_values_counts_on_the_gpu():
 def test_changed_token_values_counts_on_the_gpu():
     g, a = mx_bytes(300, 96, "cuda", seed=1), mx_bytes(300, 64, "cuda", seed=2)
     offs = torch.tensor([100, 300], dtype=torch.int32, device="cuda")
-    counts = [reference.changed_token_values(*g, *a, offs, home.rebase_tokens(*g, *a, offs)) for home in (kernels, reference)]
+    counts = [reference.changed_token_values(*g, *a, offs, impl.rebase_tokens(*g, *a, offs)) for impl in (kernels, reference)]
     assert counts[0].is_cuda
     assert counts[0] == counts[1] > 0
 
@@ -116,11 +116,11 @@ def test_tokens(N: int, K: int, records: bool):
 
 @pytest.mark.parametrize(("N", "K"), [(160, 96), (1408, 2048), (9312, 64)])
 @pytest.mark.usefixtures("poison")
-def test_tokens_of_groups_in_which_the_gradient_gives(N: int, K: int):
+def test_tokens_of_groups_in_which_the_gradient_gives_its_exponents(N: int, K: int):
     (qg, sg), a = mx_bytes(2000, N, "cuda", seed=1), mx_bytes(2000, K, "cuda", seed=2, wild=False)
     far = torch.randint(90, 140, (900, N // 32), device="cuda", dtype=torch.uint8)  # wide apart inside a token, unlike a's
     sg.view(torch.uint8)[300:1200] = torch.where(sg.view(torch.uint8)[300:1200] == 0, 0, far)
-    qg.view(torch.uint8)[310], sg.view(torch.uint8)[310] = 0, 0  # a token that has nothing to give
+    qg.view(torch.uint8)[310], sg.view(torch.uint8)[310] = 0, 0  # a token without any exponent to move
     a[1].view(torch.uint8)[310, 0] = 255
     for ends in ([300, 1200, 2000], [2000], [20, 20, 31, 1000]):
         offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
@@ -130,14 +130,14 @@ def test_tokens_of_groups_in_which_the_gradient_gives(N: int, K: int):
 @pytest.mark.parametrize("maps", ["g", "a", "both"])
 @pytest.mark.parametrize(("N", "K"), [(160, 96), (1408, 2048)])
 @pytest.mark.usefixtures("poison")
-def test_tokens_gathered_on_the_way(N: int, K: int, maps: str):
+def test_tokens_gathered_by_the_same_kernel(N: int, K: int, maps: str):
     generator = torch.Generator("cuda").manual_seed(3)
     tokens = 1500
     offs = torch.tensor([0, 130, 131, 700, 1490], dtype=torch.int32, device="cuda")
     chosen = {name: maps in (name, "both") for name in ("g", "a")}
     g, a = (mx_bytes(900 if chosen[name] else tokens, width, "cuda", seed=width) for name, width in (("g", N), ("a", K)))
     drawn = torch.randint(-1, 900, (2, tokens), device="cuda", dtype=torch.int32, generator=generator)
-    drawn[:, 200:330] = -1  # a whole tile of nothing
+    drawn[:, 200:330] = -1  # a tile of padding only
     row_maps = [row_map if chosen[name] else None for name, row_map in zip(("g", "a"), drawn, strict=True)]
     want = reference.rebase_tokens(*g, *a, offs, *row_maps)
     same_tokens(kernels.rebase_tokens(*g, *a, offs, *row_maps), want, f"N={N} K={K} {maps}")

@@ -1,4 +1,4 @@
-"""Weights that are frozen in MX, and adapters beside them, on the GEMM paths of a GPU."""
+"""Weights that are frozen in MX, and their adapters, on the GEMM paths of a GPU."""
 
 from __future__ import annotations
 

@@ -48,19 +48,19 @@ def _alternate(rank: int, world: int, more: list[list[int]]) -> None:
 
 
 def _overlap(rank: int, world: int) -> None:
-    """One of two groups takes memory that the other does not; the group of all hears of it, and its exchanges can go another way."""
+    """One of two groups sets up memory that the other does not: the group of all ranks raises, and can take the collective transport."""
     made = [dist.new_group(ranks) for ranks in (list(range(world)), [0, 1], [2, 3])]
-    everybody, mine = made[0], made[1 + rank // 2]
-    for group in (everybody, mine):
+    all_ranks, mine = made[0], made[1 + rank // 2]
+    for group in (all_ranks, mine):
         assert set_transport("symmetric", group, timeout_s=60) == "symmetric"
     rows = torch.full((world, 64), float(rank), device="cuda")
     if rank < 2:
         got = torch.ops.mxep.exchange_rows(rows[:2], [1, 1], [1, 1], mine.group_name)
         assert got[:, 0].tolist() == [0, 1]
     with pytest.raises(RuntimeError, match=r"set up symmetric memory \[3, 3, 2, 2\] times"):
-        torch.ops.mxep.exchange_rows(rows, [1] * world, [1] * world, everybody.group_name)
-    assert set_transport("collective", everybody) == "collective"
-    got = torch.ops.mxep.exchange_rows(rows, [1] * world, [1] * world, everybody.group_name)
+        torch.ops.mxep.exchange_rows(rows, [1] * world, [1] * world, all_ranks.group_name)
+    assert set_transport("collective", all_ranks) == "collective"
+    got = torch.ops.mxep.exchange_rows(rows, [1] * world, [1] * world, all_ranks.group_name)
     assert got[:, 0].tolist() == list(range(world))
     del got
     close_transports()
@@ -68,7 +68,7 @@ def _overlap(rank: int, world: int) -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 CUDA GPUs")
-def test_groups_that_share_some_of_their_processes() -> None:
+def test_groups_that_share_some_processes() -> None:
     run_ranks(_overlap, 4, backend=BACKEND, timeout=60)
 
 

@@ -1,4 +1,4 @@
-"""The layer behind a router of one's own on GPUs: the CPU's tests with the kernels, no host sync, two ranks over both transports."""
+"""`fused_experts` with a plain router on GPUs: the CPU's tests with the kernels, no host sync, two ranks over both transports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_the_gpu() -> Iterator[None]:
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(
-    "config", [RuntimeEPConfig(), RuntimeEPConfig("all_to_all", "all_to_all", scratch_rows=160)], ids=["one", "passes"]
+    "config", [RuntimeEPConfig(), RuntimeEPConfig("all_to_all", "all_to_all", scratch_rows=160)], ids=["one", "chunks"]
 )
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
 def test_the_bits_of_the_layer_with_its_router(recipe: str, config: RuntimeEPConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,19 +39,19 @@ def test_the_bits_of_the_layer_with_its_router(recipe: str, config: RuntimeEPCon
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
+@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "chunks"])
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
-def test_weights_that_lie_the_other_way_round(recipe: str, rows: int | str) -> None:
-    on_cpu.check_turned(recipe, RuntimeEPConfig(scratch_rows=rows), close)  # type: ignore[arg-type]
+def test_weights_that_are_stored_transposed(recipe: str, rows: int | str) -> None:
+    on_cpu.check_transposed(recipe, RuntimeEPConfig(scratch_rows=rows), close)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_mx", "hp"])
-def test_errors_of_a_router_outside(recipe: str) -> None:
-    on_cpu.check_errors_of_a_router_outside(recipe)
+def test_errors_with_a_plain_router(recipe: str) -> None:
+    on_cpu.check_errors_with_a_plain_router(recipe)
 
 
 def steps(call: Callable[[Tensor], Tensor], gate: Tensor, data: list[Tensor]) -> None:
-    """One step, in which kernels are compiled and memory is taken, then the others where the host may wait for nothing."""
+    """A first step, which compiles kernels and allocates memory, then steps without a host sync."""
     call(data[0]).square().sum().backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -83,10 +83,10 @@ def test_no_host_sync_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     steps(*routed("", 1), [draw(generator, 300, D).bfloat16() for _ in range(3)])
 
 
-@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "passes"])
+@pytest.mark.parametrize("rows", ["auto", 160], ids=["one", "chunks"])
 @pytest.mark.parametrize("modes", [("rank_dedup", "rank_dedup"), ("all_to_all", "all_to_all"), ("all_gather", "reduce_scatter")])
-def test_no_expert_and_one_twice(modes: tuple[str, str], rows: int | str) -> None:
-    on_cpu.check_no_expert_and_one_twice(modes, rows)
+def test_missing_and_repeated_experts(modes: tuple[str, str], rows: int | str) -> None:
+    on_cpu.check_missing_and_repeated_experts(modes, rows)
 
 
 WRONG = """
@@ -103,8 +103,8 @@ print("wrong", call())
 
 
 @pytest.mark.parametrize(("group", "chosen"), [("None", "3"), ("None", "-1"), ("None", "8"), ("''", "-2"), ("''", "8")])
-def test_wrong_choices_that_nobody_reads_end_the_process(group: str, chosen: str) -> None:
-    """Twice the same, none, one that there is not: asserted on the device, so that no row goes astray. One rank alone takes more."""
+def test_wrong_choices_without_checking_end_the_process(group: str, chosen: str) -> None:
+    """An expert twice, -1, and an unknown expert are asserted on the device before a row is misplaced. One rank accepts the first two."""
     command = [sys.executable, "-c", WRONG.replace("{chosen}", chosen).replace("{group}", group)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "MXEP_CHECK": "0"}, check=False)
     assert "right 0.0" in ended.stdout, ended.stderr[-2000:]
@@ -137,18 +137,18 @@ def test_weights_are_quantised_in_one_pass(recipe: str) -> None:
     if GEMM_PATHS[resolve_gemm_path("auto", x.device)].granularity is None:
         pytest.skip("no FP8 GEMM path on this GPU")
 
-    def passes_and_gradients() -> tuple[int, list[Tensor]]:
+    def launches_and_gradients() -> tuple[int, list[Tensor]]:
         leaf = x.clone().requires_grad_()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             gradients = torch.autograd.grad(moe(leaf), [leaf, *moe.experts.parameters()], dy)
         return sum(event.name == "mxep::quantize_weight" for event in profiler.events()), list(gradients)
 
-    passes, want = passes_and_gradients()
+    launches, want = launches_and_gradients()
     weights = sum(parameter.numel() for parameter in moe.experts.parameters())
     kept = saved_bytes(moe(x.clone().requires_grad_()))["weights for dgrad"]
     moe.runtime = RuntimeEPConfig(keep_dgrad_weights=False)
-    more_passes, got = passes_and_gradients()
-    assert (passes, more_passes) == (2, 4)
+    more_launches, got = launches_and_gradients()
+    assert (launches, more_launches) == (2, 4)
     assert weights < kept < 1.5 * weights
     assert saved_bytes(moe(x.clone().requires_grad_()))["weights for dgrad"] == 0
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

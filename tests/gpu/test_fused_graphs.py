@@ -1,4 +1,4 @@
-"""The fused layer over symmetric memory in a CUDA graph, forward and backward, on one rank with a real one's streams and flags."""
+"""The fused layer over symmetric memory in a CUDA graph, forward and backward, on one rank with real streams and flags."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def make_layer(group: str, **changes: Any) -> FusedMoE:
 
 
 def captured(moe: FusedMoE, x: Tensor, dy: Tensor) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]:
-    """A graph of forward and backward over these tensors, and what it fills."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    """A graph of forward and backward over these tensors, and its results."""
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         for _ in range(2):
             walk(moe, x, dy)
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = walk(moe, x, dy)
@@ -52,13 +52,13 @@ def captured(moe: FusedMoE, x: Tensor, dy: Tensor) -> tuple[torch.cuda.CUDAGraph
 
 
 def check_replays(moe: FusedMoE, x: Tensor, dy: Tensor, steps: int, generator: torch.Generator) -> None:
-    """Replays with other tokens, so other routing, between eager steps, some of which are held over them: the bits of eager steps."""
+    """Replays with changing tokens and routing between eager steps, some of which are pending during a replay: the bits of eager steps."""
     graph, found = captured(moe, x, dy)
     for step in range(steps):
         for value in (x, dy):
             value.copy_(draw(generator, *value.shape))
         leaf = x.clone().requires_grad_()
-        pending = moe(leaf)  # what it saved must outlast the replay
+        pending = moe(leaf)  # its saved tensors must outlast the replay
         graph.replay()
         got = {key: value.clone() for key, value in found.items()}
         want = walk(moe, x, dy)
@@ -78,8 +78,8 @@ def test_replays() -> None:
     close_transports("alone")
 
 
-def test_a_replay_that_waits_in_vain(caplog: pytest.LogCaptureFixture) -> None:
-    """It ends within the time limit, says so, and everything is NaN from then on; the next eager exchange raises."""
+def test_a_replay_whose_peer_never_sends(caplog: pytest.LogCaptureFixture) -> None:
+    """It ends within the time limit with a log message, all results are NaN from then on, and the next eager exchange raises."""
     caplog.set_level(logging.CRITICAL, "mxep")
     register("alone", alone(timeout_s=1))
     transport: Any = transport_of("alone", torch.device("cuda", 0))

@@ -1,5 +1,5 @@
-"""The fused layer over symmetric memory on one GPU: virtual ranks that share it, the bits of the collective road, no host sync; alone, with
-the streams and flags of a real rank."""
+"""The fused layer over symmetric memory on one GPU: virtual ranks that share the GPU have the bits of the collective dispatcher, without a
+host sync; a single rank with real streams and flags."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def walk_by_hand(moe: FusedMoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {"y": y, **gradients(dy)}
 
 
-def both_roads(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str, walk: Callable = walk_by_hand) -> None:
+def check_both_dispatchers(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str, walk: Callable = walk_by_hand) -> None:
     results = []
     for group in (name, plain):
         moe.group = SimpleNamespace(group_name=group)  # type: ignore[assignment]
@@ -57,9 +57,9 @@ def both_roads(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what
 
 
 def on_one_gpu(me: int, world: int, name: str) -> None:
-    """Every pair of modes, other routings in some; MXFP8 and high precision on every wire; a layer of real width."""
+    """Every pair of modes, some with other routings; exchanges in MXFP8 and in high precision; a layer of real width."""
     torch.set_default_device("cuda")  # of this thread
-    plain = on_cpu.other(name)
+    plain = on_cpu.collective_group(name)
     for at, kind in enumerate(KINDS):
         for recipe, dtype, wire in (("mxfp8_wgrad_with_mx", torch.bfloat16, "mxfp8"), ("hp", torch.float32, "hp")):
             x, dy = batch(world, kind, dtype)
@@ -68,18 +68,18 @@ def on_one_gpu(me: int, world: int, name: str) -> None:
                 moe.runtime = RuntimeEPConfig(
                     runtime.dispatch, runtime.combine, combine_forward=wire if at % 2 else "hp", dispatch_backward=wire
                 )
-                both_roads(moe, name, plain, x[me], dy[me], f"{kind} {recipe} {runtime}")
+                check_both_dispatchers(moe, name, plain, x[me], dy[me], f"{kind} {recipe} {runtime}")
     moe = on_cpu.spread(layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", **REAL), me, world, name)
     generator = torch.Generator().manual_seed(me)
     x, dy = (draw(generator, 900 + 100 * me, 2048).bfloat16() for _ in range(2))
     for runtime in (RuntimeEPConfig(), RuntimeEPConfig("all_gather", "all_to_all", keep_first_product=False)):
         moe.runtime = runtime
-        both_roads(moe, name, plain, x, dy, f"real {runtime}")
+        check_both_dispatchers(moe, name, plain, x, dy, f"real {runtime}")
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.usefixtures("poison")
-def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_the_collective_dispatcher_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     run_virtual(on_one_gpu, world, device="cuda")
 
@@ -109,7 +109,7 @@ def test_no_host_sync_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_at_full_size(me: int, world: int, name: str) -> dict[RuntimeEPConfig, dict[str, int]]:
-    """What a rank keeps of `mxep bench layer`'s first size: bytes by what they are, for each of `KEEPING`."""
+    """Saved bytes of a rank for `mxep bench layer`'s first size, by kind, for each of `KEEPING`."""
     torch.set_default_device("cuda")
     T, D, H, E, C = SIZES[0]
     with torch.device("meta"):
@@ -134,7 +134,7 @@ def kept_at_full_size(me: int, world: int, name: str) -> dict[RuntimeEPConfig, d
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 100 << 30, reason="needs 100 GiB")
-def test_what_four_ranks_keep_of_a_large_layer() -> None:
+def test_saved_bytes_of_a_large_layer_on_four_ranks() -> None:
     """T 131072, D 4096, H 1536, 128 experts, top 8: at most 2.1 GiB a rank beside the input, and 1.3 with the first product in MX, which is
     what memory arithmetic says; and with `keep_dgrad_weights` a byte for each weight of its experts."""
     (T, D, H, E, C), world = SIZES[0], 4
@@ -157,8 +157,8 @@ def group() -> Iterator[str]:
 
 
 def test_alone_over_streams(group: str, no_sync: Callable) -> None:
-    """One rank with a real one's streams, flags and watchdog, through autograd: many steps over the same memory, none with a host sync."""
-    plain = on_cpu.other(group)
+    """One rank with real streams, flags and watchdog, through autograd: many steps over the same memory without a host sync."""
+    plain = on_cpu.collective_group(group)
     moe = layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", expert_biases=True, **REAL)
     generator = torch.Generator().manual_seed(0)
     x, dy = (draw(generator, 3000, 2048).bfloat16() for _ in range(2))

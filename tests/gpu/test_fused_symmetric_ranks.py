@@ -1,4 +1,4 @@
-"""The fused layer on two GPUs and more over symmetric memory: the bits of NCCL's road, no host sync, steps over the same memory."""
+"""The fused layer on two GPUs and more over symmetric memory: the bits of NCCL, no host sync, steps over the same memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_bits_of_nccl(world: int) -> None:
 
 
 def _steps(rank: int, world: int) -> None:
-    """Other tokens in every step, hosts far ahead of the GPUs; without a host sync once kernels and memory are there."""
+    """Different tokens in every step, hosts far ahead of the GPUs; no host sync after the first step."""
     torch.set_default_device(f"cuda:{rank}")
     group = dist.new_group(list(range(world)))
     set_transport("symmetric", group, timeout_s=60)
@@ -82,7 +82,7 @@ def test_steps_without_a_host_sync(world: int) -> None:
 
 
 def _replayed(rank: int, world: int) -> None:
-    """A CUDA graph of forward and backward, other tokens and routing in every replay, hosts that do not meet."""
+    """A CUDA graph of forward and backward, with different tokens and routing in every replay, without exchanges between the hosts."""
     torch.set_default_device(f"cuda:{rank}")
     group = dist.new_group(list(range(world)))
     set_transport("symmetric", group, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Gather and quantise in one pass on a GPU: byte for byte its reference on the CPU, on poisoned outputs, without a sync, past 2^31."""
+"""Gather and quantise by one kernel on a GPU: the bytes of its reference on the CPU, on poisoned outputs, without a sync, past 2^31."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped GEMMs on a GPU against float64 truth: every dtype pair, ragged and empty groups, NaN that stays where it is, no host sync."""
+"""Grouped GEMMs on a GPU against float64 truth: every dtype pair, ragged and empty groups, NaN in its row and group only, no host sync."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wgrad_truth(grad: torch.Tensor, a: torch.Tensor, ends: list[int]) -> torch.T
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d))
-@pytest.mark.parametrize(("K", "N"), [(64, 96), (1408, 256), (36, 20)])  # the last one is nothing torch's GEMM takes
+@pytest.mark.parametrize(("K", "N"), [(64, 96), (1408, 256), (36, 20)])  # torch's GEMM does not take the last one
 def test_hp(ends: list[int], dtypes: tuple, K: int, N: int, no_sync):
     a_dtype, b_dtype, out_dtype = dtypes
     M = ends[-1] + TAIL

@@ -132,7 +132,7 @@ def test_permute_indices_worked_example():
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_permute_indices_and_the_way_back(data: st.DataObject):
+def test_permute_indices_and_their_inverse(data: st.DataObject):
     ranks, experts = data.draw(st.sampled_from([1, 2, 3, 8])), data.draw(st.sampled_from([1, 2, 5, 8]))
     alignment = data.draw(st.sampled_from([1, 32, 128]))
     sizes = st.sampled_from([0, 0, 1, 2, 31, 32, 33, 700])
@@ -219,14 +219,14 @@ def test_past_two_to_the_31():
 def test_triton_kernels_are_launched_by_their_own_c_function():
     x, names = torch.randn(64, 96).bfloat16(), []
 
-    def hear(metadata) -> None:
+    def record(metadata) -> None:
         names.append(metadata.get()["name"])
 
     for hooked in (False, False, True):
         if hooked:
-            triton.knobs.runtime.launch_enter_hook.add(hear)
+            triton.knobs.runtime.launch_enter_hook.add(record)
         assert_same(kernels.quantize(x.cuda(), "rceil"), reference.quantize(x, "rceil"))
-        triton.knobs.runtime.launch_enter_hook.remove(hear)
+        triton.knobs.runtime.launch_enter_hook.remove(record)
     assert names == ["_quantize_kernel"]
     variants = [variant for variant in launching._variants.values() if variant.compiled.name == "_quantize_kernel"]
     assert variants

@@ -95,12 +95,12 @@ def test_more_than_2_to_the_31_logits() -> None:
 
 
 def test_memory_is_that_of_one_chunk() -> None:
-    """Beside the operands: a chunk's logits, the gradients in float32, and one more float32 product of the weight's shape."""
+    """In addition to the operands: a chunk's logits, the gradients in float32, and one more float32 product of the weight's shape."""
     tokens, dim, words = 4 * CHUNK_TOKENS, 256, 32000
     hidden, weight, labels = (part.detach().cuda() for part in case(tokens, dim, words, torch.bfloat16))
     hidden.requires_grad_()
     weight.requires_grad_()
-    linear_cross_entropy(hidden, weight, labels).backward()  # what the first call alone takes, cuBLAS's workspace for products of this size
+    linear_cross_entropy(hidden, weight, labels).backward()  # the first call alone allocates cuBLAS's workspace of this size
     hidden.grad = weight.grad = None
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -117,7 +117,7 @@ def test_memory_is_that_of_one_chunk() -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8"])
 @pytest.mark.parametrize("words", [4000, 3990])
 def test_mxfp8_products(words: int, recipe: str, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
-    """Two chunks, the second one partly filled; 3990 words are no whole MX blocks."""
+    """Two chunks, the second one partly filled; 3990 words are no whole number of MX blocks."""
     tokens = CHUNK_TOKENS + 904
     hidden, weight, labels = (part.detach().cuda() for part in case(tokens, 256, words, torch.bfloat16))
     hidden *= 0.3

@@ -1,4 +1,4 @@
-"""p2p_scatter_rows and p2p_reduce_rows on a GPU, with buffers of its own memory as ranks: the reference's bytes, and no others."""
+"""p2p_scatter_rows and p2p_reduce_rows on a GPU, whose own memory stands for the ranks: exactly the reference's bytes are written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GpuMemory(Memory):
 
 
 def scattered(scatter: Scatter, mode: str, pitch: int, skew: int = 0, offset: int = 0) -> GpuMemory:
-    """`offset`: columns before the rows in memory, so that they start anywhere."""
+    """`offset`: columns before the rows in memory, which change their alignment."""
     memory = GpuMemory(scatter.world, scatter.num_slots, pitch, skew)
     wide = torch.zeros(scatter.rows.shape[0], scatter.rows.shape[1] + offset, dtype=scatter.rows.dtype, device="cuda")
     wide[:, offset:] = scatter.rows.cuda()
@@ -74,8 +74,8 @@ def test_sums(width: int, dtype: torch.dtype, mode: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("width", [32, 96, 1408, 7168])
 @pytest.mark.parametrize("mode", ["", "rceil"])
-def test_sums_of_a_last_window(width: int, dtype: torch.dtype, mode: str) -> None:
-    """Sums that begin in earlier windows, end there, or have nothing but the last one."""
+def test_sums_of_a_last_chunk(width: int, dtype: torch.dtype, mode: str) -> None:
+    """Sums that begin in earlier chunks, that end there, and that have rows in the last chunk only."""
     for world, region, choices in ((1, 37, 1), (4, 19, 8), (8, 5, 41)):
         expert_rows, slots = sums(world, region, choices, 100, width, dtype, bad=False)
         slots = slots.sort(1).values
@@ -88,7 +88,7 @@ def test_sums_of_a_last_window(width: int, dtype: torch.dtype, mode: str) -> Non
             assert memory.same_as(expect_sums(expert_rows, slots, region, world, mode, pitch)), cuts
 
 
-def test_odd_sums_of_a_last_window() -> None:
+def test_odd_sums_of_a_last_chunk() -> None:
     for width, dtype, skew in ((33, BF16, 2), (7, FLOAT32, 4), (1, BF16, 0), (100, BF16, 8)):
         expert_rows, slots = sums(3, 11, 6, 50, width, dtype, bad=False)
         slots, pitch = slots.sort(1).values, sent_bytes("test", expert_rows, "")
@@ -100,7 +100,7 @@ def test_odd_sums_of_a_last_window() -> None:
 
 
 def test_odd_sums() -> None:
-    """Widths and slots at which only a value's own bytes line up."""
+    """Widths and slots that are aligned to single values only."""
     for width, dtype, skew in ((33, BF16, 2), (7, FLOAT32, 4), (1, BF16, 0), (100, BF16, 8)):
         expert_rows, slots = sums(3, 11, 6, 50, width, dtype, bad=False)
         pitch = sent_bytes("test", expert_rows, "")
@@ -126,7 +126,7 @@ def test_beyond_two_gib(mode: str) -> None:
     pitch = 2 * width if not mode else 8448
     rows = torch.zeros(count, width, dtype=BF16, device="cuda")
     picked = torch.tensor([0, 1, 131_071, 131_072, 262_144, count - 1])
-    rows[picked.cuda()] = (values(len(picked), width, BF16, bad=False) + 0.0).cuda()  # a sum of one is itself, but for -0
+    rows[picked.cuda()] = (values(len(picked), width, BF16, bad=False) + 0.0).cuda()  # a sum of one row is that row, except for -0
     slots = torch.full((count, 1), -1, dtype=INT32, device="cuda")
     slots[picked.cuda(), 0] = picked.flip(0).int().cuda()
     memory = torch.full((count, pitch), 0xFF, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""LoRA beside dense layers by `peft_0_21` on a GPU: against float64, and by which kernels."""
+"""LoRA on dense layers by `peft_0_21` on a GPU: against float64, and the kernels that it takes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_gradients_against_float64(frozen_in_mx: bool, compiled: bool) -> None:
         assert sqnr(want, got) > 45
 
 
-def test_beside_a_layer_in_mxfp8_it_adds_what_it_adds_to_zeros() -> None:
+def test_an_adapter_adds_the_same_to_a_layer_in_mxfp8_as_to_zeros() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N, bias=False)).to("cuda", torch.bfloat16)
     mxep.convert_linears(model, "0", "mxfp8_gemm")

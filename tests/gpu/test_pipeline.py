@@ -29,7 +29,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checking mode off: its collectives and syncs are not what these tests look at."""
+    """Checking mode off: its collectives and syncs are not tested here."""
     monkeypatch.setenv("MXEP_CHECK", "0")
 
 
@@ -71,7 +71,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_cpu_is_the_truth(dtype: torch.dtype) -> None:
+def test_results_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     for name, got, want in zip(("out", "dx", "dw"), run(chain, "cuda", dtype), run(chain, "cpu", dtype), strict=True):
         assert relative(got, want) < (3e-3 if dtype == torch.bfloat16 else 2e-6), name
 

@@ -39,7 +39,7 @@ def test_values(dtype: torch.dtype, mode: str):
 
 @pytest.fixture
 def large_regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small matrices are cut like large ones."""
+    """Cuts small matrices like large ones."""
     launchers = importlib.import_module("mxep.ops.quantize.columnwise")
     monkeypatch.setattr(launchers, "_WAVES", 0)
     monkeypatch.setattr(launchers, "_WASTE", 100)

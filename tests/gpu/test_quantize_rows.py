@@ -1,4 +1,4 @@
-"""Rows that are quantised and rebased in one pass: the bytes of a quantiser and of a rebase after it, whatever the size and the values."""
+"""Rows that are quantised and rebased by one kernel: the bytes of a quantiser and a rebase after it, for any size and values."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def test_no_rows() -> None:
     assert [tuple(part.shape) for part in made] == [(0, 192), (0, 6), (0, 192), (0,), (2, 0)]
 
 
-def test_rows_that_two_passes_take() -> None:
-    check(far_apart(BF16, 9, tiles.QUANTIZE_ROWS_WIDEST + 32)[0].cuda(), "two passes")
-    check(far_apart(BF16, 9, tiles.QUANTIZE_ROWS_WIDEST)[0].cuda(), "one pass")
+def test_rows_that_take_two_kernels() -> None:
+    check(far_apart(BF16, 9, tiles.QUANTIZE_ROWS_WIDEST + 32)[0].cuda(), "two kernels")
+    check(far_apart(BF16, 9, tiles.QUANTIZE_ROWS_WIDEST)[0].cuda(), "one kernel")
 
 
 def test_past_two_billion_elements() -> None:
@@ -101,7 +101,7 @@ def test_no_host_sync(no_sync) -> None:
 @pytest.mark.parametrize("name", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_a_linear_has_the_same_bits(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and gradients, in one pass and in two."""
+    """Output and gradients, by one kernel and by two."""
     torch.manual_seed(0)
     layer = MXLinear(torch.nn.Linear(512, 416, device="cuda", dtype=dtype), Recipe.named(name))
     x, dy = (torch.randn(3, 320, width, device="cuda", dtype=dtype) for width in (512, 416))

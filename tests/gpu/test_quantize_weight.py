@@ -1,4 +1,4 @@
-"""Weights straight to what the FP8 GEMMs read: every byte like the reference's."""
+"""Weights quantised directly to the operands of the FP8 GEMMs: every byte like the reference's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def wild(G: int, R: int, C: int, dtype: torch.dtype) -> torch.Tensor:
 def test_bytes(G: int, R: int, S: int, C: int, dtype: torch.dtype, rounds: bool, mode: str):
     first, second = wild(G, R, C, dtype), wild(G, S, C, dtype) if S else None
     for forms in FORMS:
-        got, want = (home.quantize_weight(first, second, mode, *forms, rounds) for home in (kernel, reference))
+        got, want = (impl.quantize_weight(first, second, mode, *forms, rounds) for impl in (kernel, reference))
         assert len(got) == len(want) == 2 * sum(forms)
         for a, b in zip(got, want, strict=True):
             same(a, b, f"{forms}")
@@ -64,7 +64,7 @@ def mx_weight(G: int, R: int, C: int) -> tuple[torch.Tensor, torch.Tensor]:
     return qdata.view(G, R, C), scale.view(G, R, C // 32)
 
 
-def same_as_two_passes(
+def same_as_two_kernels(
     first: torch.Tensor, second: torch.Tensor | None, mode: str, forms: tuple[bool, bool], scales: tuple[torch.Tensor | None, ...]
 ) -> None:
     """The bytes of the reference, and of the kernels that dequantise to bf16 and quantise that."""
@@ -72,7 +72,7 @@ def same_as_two_passes(
     values = [part if part is None else dequantize(part, own, torch.bfloat16) for part, own in zip((first, second), scales, strict=True)]
     wanted = {
         "reference": reference.quantize_weight(first, second, mode, *forms, False, *scales),
-        "two passes": kernel.quantize_weight(values[0], values[1], mode, *forms),
+        "two kernels": kernel.quantize_weight(values[0], values[1], mode, *forms),
     }
     for name, want in wanted.items():
         assert len(got) == len(want) == 2 * sum(forms)
@@ -89,7 +89,7 @@ def same_as_two_passes(
 def test_bytes_of_mx(G: int, R: int, S: int, C: int, mode: str):
     (first, scale), (second, second_scale) = mx_weight(G, R, C), mx_weight(G, S, C) if S else (None, None)
     for forms in FORMS:
-        same_as_two_passes(first, second, mode, forms, (scale, second_scale))
+        same_as_two_kernels(first, second, mode, forms, (scale, second_scale))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_bytes_of_mx(G: int, R: int, S: int, C: int, mode: str):
 @pytest.mark.usefixtures("poison")
 def test_bytes_of_mx_at_widths_of_models(G: int, R: int, S: int, C: int):
     (first, scale), (second, second_scale) = mx_weight(G, R, C), mx_weight(G, S, C) if S else (None, None)
-    same_as_two_passes(first, second, "rceil", (False, True), (scale, second_scale))
+    same_as_two_kernels(first, second, "rceil", (False, True), (scale, second_scale))
 
 
 @pytest.mark.parametrize("mode", ["rceil", "floor"])
@@ -111,7 +111,7 @@ def test_every_e4m3_code_with_every_scale(mode: str):
     qdata[:, 5] = torch.arange(256, device="cuda").view(8, 1, 32)
     scale[:, 5] = torch.arange(256, device="cuda")
     for forms in FORMS:
-        same_as_two_passes(qdata.view(8, 32, 8192).view(E4M3), None, mode, forms, (scale.view(E8M0), None))
+        same_as_two_kernels(qdata.view(8, 32, 8192).view(E4M3), None, mode, forms, (scale.view(E8M0), None))
 
 
 @pytest.mark.usefixtures("poison")
@@ -121,13 +121,13 @@ def test_mx_rows_that_need_a_copy():
     far[..., 4:], far_scale[..., 3:] = qdata.view(torch.uint8), scale.view(torch.uint8)  # rows start at multiples of 4 bytes
     views = far[..., 4:].view(E4M3), far_scale[..., 3:].view(E8M0)
     for forms in FORMS:
-        same_as_two_passes(views[0], None, "rceil", forms, (views[1], None))
-        same_as_two_passes(qdata[:2], views[0][1:], "rceil", forms, (scale[:2], views[1][1:]))
+        same_as_two_kernels(views[0], None, "rceil", forms, (views[1], None))
+        same_as_two_kernels(qdata[:2], views[0][1:], "rceil", forms, (scale[:2], views[1][1:]))
 
 
 def test_rows_that_need_a_copy_and_more_than_fits_into_l2():
     x = wild(2, 4096, 14340, torch.bfloat16)[..., 2:14338]  # rows start at multiples of 4 bytes
-    for a, b in zip(*(home.quantize_weight(x, None, "rceil", True, True) for home in (kernel, reference)), strict=True):
+    for a, b in zip(*(impl.quantize_weight(x, None, "rceil", True, True) for impl in (kernel, reference)), strict=True):
         same(a, b, "far")
 
 

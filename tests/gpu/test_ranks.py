@@ -75,14 +75,14 @@ def test_splits_that_differ_between_ranks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _uneven(rank: int, world: int) -> None:
-    """Different T per rank, one rank receives nothing: rows come home as they left, gradients too."""
+    """Different T per rank, and one rank receives nothing: rows return to the tokens' ranks unchanged, and so do gradients."""
     table = [[5, 0], [90, 0]]
     sent, received = table[rank], [row[rank] for row in table]
     x = torch.randn(sum(sent), 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     mx = mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(x, received, sent)
-    home = mxep.a2a_combine_hp_fwd_mxfp8_bwd(mx.dequantize(), sent, received)
-    assert torch.equal(home, mxep.quantize_mx(x.detach()).dequantize())
-    home.sum().backward()
+    combined = mxep.a2a_combine_hp_fwd_mxfp8_bwd(mx.dequantize(), sent, received)
+    assert torch.equal(combined, mxep.quantize_mx(x.detach()).dequantize())
+    combined.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))
 
 

@@ -32,14 +32,14 @@ def ways(grad: Tensor, rows: Tensor, slots: Tensor, weights: Tensor) -> tuple[Te
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.usefixtures("poison")
-def test_reduce_rows_has_the_twins_bytes(dtype: torch.dtype) -> None:
+def test_reduce_rows_has_the_references_bytes(dtype: torch.dtype) -> None:
     for rows, width, sums, slots in ((1000, 7168, 513, 4), (65, 1056, 33, 8), (0, 64, 5, 2), (40, 7, 9, 1)):
         values = torch.randn(rows, width + 3, device="cuda").to(dtype)[:, 1 : 1 + width]
         index = torch.randint(-1, max(rows, 1), (sums, slots), device="cuda", dtype=torch.int32)
         index = index if rows else index.fill_(-1)
         for added in (None, torch.randn(sums, width, device="cuda"), torch.randn(width, sums, device="cuda").t().bfloat16()):
             for weights in (None, torch.randn(sums, slots, device="cuda")):
-                got, want = (home.reduce_rows(values, index, added, weights) for home in (kernels, reference))
+                got, want = (impl.reduce_rows(values, index, added, weights) for impl in (kernels, reference))
                 assert_same_bytes(got, want.cpu(), f"{rows} {width}, weights {weights is not None}")
 
 

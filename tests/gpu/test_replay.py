@@ -35,7 +35,7 @@ def values(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 
 def poison() -> None:
-    """Leave NaN in the memory that the next allocations get."""
+    """Fills memory that the next allocations get with NaN."""
     held = [torch.full((size // 4,), float("nan"), device="cuda") for size in (1 << 20, 1 << 18, 1 << 16, 1 << 14) for _ in range(12)]
     del held
 

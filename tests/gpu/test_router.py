@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("tokens", "experts", "choices"), [(0, 8, 2), (1, 1, 1), (4097, 64, 6), (3000, 256, 8), (500, 100, 7)])
-def test_the_twin(tokens: int, experts: int, choices: int, score_function: str, no_sync: Callable) -> None:
+def test_gradients_are_those_of_the_reference(tokens: int, experts: int, choices: int, score_function: str, no_sync: Callable) -> None:
     logits, d_weights = torch.randn(tokens, experts, device="cuda") * 4, torch.randn(tokens, choices, device="cuda")
     chosen = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :choices]
     d_shares, d_z = torch.randn(experts, device="cuda"), torch.tensor(0.5, device="cuda")

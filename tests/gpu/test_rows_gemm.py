@@ -103,10 +103,10 @@ def test_a_gemm_of_groups_and_of_an_adapter() -> None:
 def test_a_gemm_of_other_layouts() -> None:
     x = torch.randn(67, 1032, device="cuda", dtype=BF16)
     check_gemm(x[:, :512], 64)  # rows far apart
-    check_gemm(x[:, 1:513], 64)  # that start anywhere
+    check_gemm(x[:, 1:513], 64)  # rows at any alignment
     check_gemm(x[:64, :64].t(), 64)  # transposed: copied
     check_gemm(x[:1, :96].expand(50, 96), 64)
-    check_gemm(torch.randn(40, WIDEST + 32, device="cuda", dtype=BF16), 64)  # too wide for one pass
+    check_gemm(torch.randn(40, WIDEST + 32, device="cuda", dtype=BF16), 64)  # too wide for one kernel
     check_gemm(x[:0, :64], 64)
 
 
@@ -157,7 +157,7 @@ def test_a_wgrad_adds_to_a_main_gradient() -> None:
 
 
 def test_a_wgrad_of_other_layouts() -> None:
-    """Rows that start anywhere are copied, scales may be strided."""
+    """Rows of any alignment are copied, scales may be strided."""
     qg, sg = quantize(torch.randn(130, 64, device="cuda", dtype=BF16), "rceil")
     qa, sa = quantize(torch.randn(130, 96, device="cuda", dtype=BF16), "rceil")
     offs, want = groups(130, 2), gemm.fp8_wgrad(rebase_tokens(qg, sg, qa, sa, groups(130, 2)), BF16)

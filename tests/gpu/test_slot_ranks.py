@@ -1,4 +1,4 @@
-"""Slot buffers of several GPUs: the bits of NCCL, many rounds, hosts far ahead; ranks that disagree, or do not come."""
+"""Slot buffers of several GPUs: the bits of NCCL, many rounds, hosts far ahead; ranks that disagree, or do not call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_bits_of_nccl(world: int, check: str) -> None:
 
 
 def _large(rank: int, world: int) -> None:
-    """Messages of tens of megabytes over the same slots, hosts far ahead of the GPUs and not in step."""
+    """Messages of tens of megabytes over the same slots; hosts run far ahead of the GPUs, and not in step with each other."""
     os.environ["MXEP_CHECK"] = "0"
     group = dist.new_group(list(range(world)))
     set_transport("symmetric", group, timeout_s=60)
@@ -89,7 +89,7 @@ def test_large_exchanges(world: int) -> None:
 
 
 def _disagrees(rank: int, world: int, sent: int) -> None:
-    """Rank 0 sends rank 1 other rows than awaited: NaN there, everything else right, and the next exchange raises there."""
+    """Rank 0 sends rank 1 fewer rows than expected: rank 1 gets NaN for them, all other rows are right, and its next exchange raises."""
     os.environ["MXEP_CHECK"] = "0"
     logging.getLogger("mxep").setLevel(logging.CRITICAL)
     set_transport("symmetric", timeout_s=3)
@@ -105,7 +105,7 @@ def _disagrees(rank: int, world: int, sent: int) -> None:
     if rank == 1:
         with pytest.raises(ExchangeError, match=f"rank 0 sends {sent} rows to rank 1, whose output_splits await 300"):
             call(rows, [300, 300], [300, 300], name, "rceil")
-    else:  # on its own it does not know; its GPU is let go after the time limit
+    else:  # rank 0 does not know of it; the wait of its GPU ends after the time limit
         out = call(rows, [300, 300], [300, 300], name, "rceil")
         torch.cuda.synchronize()
         assert out[300:].isnan().all()
@@ -119,7 +119,7 @@ def test_ranks_that_disagree(sent: int) -> None:
     run_ranks(_disagrees, 2, sent, backend=BACKEND, timeout=60)
 
 
-def _stays_away(rank: int, world: int) -> None:
+def _does_not_call(rank: int, world: int) -> None:
     os.environ["MXEP_CHECK"] = "0"
     logging.getLogger("mxep").setLevel(logging.CRITICAL)
     set_transport("symmetric", timeout_s=2)
@@ -138,5 +138,5 @@ def _stays_away(rank: int, world: int) -> None:
     close_transports()
 
 
-def test_a_rank_that_does_not_come() -> None:
-    run_ranks(_stays_away, 2, backend=BACKEND, timeout=60)
+def test_a_rank_that_does_not_call() -> None:
+    run_ranks(_does_not_call, 2, backend=BACKEND, timeout=60)

@@ -1,4 +1,4 @@
-"""Slot buffers on one GPU: the references' bytes and no other one written, virtual ranks, streams and words of a real rank, alone."""
+"""Slot buffers on one GPU: exactly the references' bytes are written, on virtual ranks and on one rank with real streams and flags."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def test_rounds(width: int, dtype: torch.dtype) -> None:
         for per, mode in ((4, "rceil"), (30, "floor")):
             case = Case(table, width, dtype, per, "cuda")
             for rank, out in enumerate(run(case, mode, slots)):
-                assert_same(out, case.wanted(mode, rank), f"{table} {per} rows a round, rank {rank}")
+                assert_same(out, case.expected_output(mode, rank), f"{table} {per} rows a round, rank {rank}")
 
 
 def test_more_than_all_blocks_at_once() -> None:
     case = Case([[900, 1100], [1000, 0]], 4160, BF16, 777, "cuda")
     for rank, out in enumerate(run(case, "rceil", slots)):
-        assert_same(out, case.wanted("rceil", rank))
+        assert_same(out, case.expected_output("rceil", rank))
 
 
 def test_the_most_ranks() -> None:
-    """One sender's messages to 64 ranks, and one receiver's from as many."""
+    """One sender's messages to 64 ranks, and one receiver's from 64 ranks."""
     case = Case([[(i + j) % 3 for j in range(64)] for i in range(64)], 64, BF16, 2, "cuda")
     for rank, out in enumerate(run(case, "rceil", slots)):
-        assert_same(out, case.wanted("rceil", rank))
+        assert_same(out, case.expected_output("rceil", rank))
 
 
-def test_what_is_not_awaited() -> None:
+def test_rows_with_an_unexpected_header_are_nan() -> None:
     run_disagreeing(slots, "cuda")
 
 
@@ -54,7 +54,7 @@ def test_rows_that_kernels_cannot_read() -> None:
     wide = torch.zeros(4, 75, dtype=BF16, device="cuda")
     for rows in (wide[:, :64], wide.flatten()[1:257].view(4, 64), wide.new_zeros(64, 4).t()):
         with raises_naming("send_slots", "contiguous", "16 bytes"):
-            slots.send_slots(rows, case.away[0], 0, case.slot_bytes, NUMBER, "rceil")
+            slots.send_slots(rows, case.sent[0], 0, case.slot_bytes, NUMBER, "rceil")
 
 
 def test_beyond_two_gib() -> None:
@@ -64,13 +64,13 @@ def test_beyond_two_gib() -> None:
     rows, out = (torch.zeros(count, width, dtype=BF16, device="cuda") for _ in range(2))
     for first in (131_070, 262_140, count - 9):
         rows[first : first + 9] = case.rows[0]
-        pairs = [case.away[0][0]._replace(first=first)]
-        trouble = case.error()
+        pairs = [case.sent[0][0]._replace(first=first)]
+        error = case.error()
         for step in range(2):
             slots.send_slots(rows, pairs, step, case.slot_bytes, NUMBER, "rceil")
-            slots.recv_slots(out, pairs, step, case.slot_bytes, NUMBER, trouble)
-        assert_same(out[first : first + 9], case.wanted("rceil", 0))
-        assert not trouble.any()
+            slots.recv_slots(out, pairs, step, case.slot_bytes, NUMBER, error)
+        assert_same(out[first : first + 9], case.expected_output("rceil", 0))
+        assert not error.any()
         assert not out[:first].any()
         assert not out[first + 9 :].any()
         out[first : first + 9] = rows[first : first + 9] = 0
@@ -104,7 +104,7 @@ def test_virtual_ranks(world: int) -> None:
 
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[SymmetricTransport]:
-    """A rank alone, hosts that do not meet, few rows in a slot."""
+    """A single rank without checks, whose slots hold few rows."""
     monkeypatch.setenv("MXEP_CHECK", "0")
     transport = alone(slot_memory_bytes=2 * SMALL)
     register("alone", transport)
@@ -114,7 +114,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[SymmetricTransport]:
 
 @pytest.mark.usefixtures("transport", "poison")
 def test_alone_over_streams() -> None:
-    """Many exchanges, the host far ahead, rows overwritten as soon as they have been sent, forward and backward."""
+    """Many exchanges, forward and backward. The host runs far ahead and overwrites rows as soon as they have been sent."""
     generator = torch.Generator("cuda").manual_seed(0)
     found = []
     for step in range(40):
@@ -135,7 +135,7 @@ def test_alone_over_streams() -> None:
 
 @pytest.mark.usefixtures("transport", "poison")
 def test_streams_in_turn() -> None:
-    """Calls of one round and of many on two streams that know nothing of each other, one of them held up."""
+    """Calls of one round and of many on two unordered streams, one of which is delayed."""
     streams, found = (torch.cuda.Stream(), torch.cuda.Stream()), []
     kept = [torch.randn(count, 5120, device="cuda").bfloat16() for count in (3, 4, 400, 3, 3, 50) * 3]
     torch.cuda.synchronize()
@@ -170,7 +170,7 @@ def test_not_in_a_graph() -> None:
 
 
 def test_batches_of_stream_operations(transport: SymmetricTransport) -> None:
-    """64 words set and awaited at once, wrapped around too."""
+    """One batch sets 64 words and another one waits for them, also where the values wrap around."""
     streams, flags = transport.copy_streams, torch.zeros(64, dtype=torch.int32, device="cuda")
     addresses = [flags.data_ptr() + 4 * i for i in range(64)]
     for value in (1, 2**31 - 1, 2**31 + 5, 2**32 + 3):
@@ -182,7 +182,7 @@ def test_batches_of_stream_operations(transport: SymmetricTransport) -> None:
 
 
 def test_a_peer_that_never_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU waits for a word that nobody writes: within the time limit it goes on with NaN, and the next exchange raises."""
+    """The GPU waits for a flag that no peer sets. Within the time limit it continues with NaN, and the next exchange raises."""
     transport = alone(timeout_s=1)
     register("stuck", transport)
     rows = torch.ones(1000, 64, device="cuda")

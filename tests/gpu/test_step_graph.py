@@ -101,7 +101,7 @@ def test_steps_are_those_without_a_graph(tmp_path: Path, nccl: torch.device, opt
 
 @pytest.mark.slow
 def test_resumes_with_and_without_a_graph(tmp_path: Path, nccl: torch.device, options: dict[str, Any]) -> None:
-    """A run of one kind goes on as the other kind, as one that was never stopped."""
+    """A run of one kind resumes as the other kind, with the bits of an uninterrupted run."""
     ends = []
     for name, (before, after) in (
         ("eager", (False, False)),
@@ -116,7 +116,7 @@ def test_resumes_with_and_without_a_graph(tmp_path: Path, nccl: torch.device, op
         assert len(same(ends[0], ends[-1])) == len(ends[0]), name
 
 
-def test_a_step_that_waits_for_the_gpu_says_so(tmp_path: Path, nccl: torch.device, options: dict[str, Any]) -> None:
+def test_a_graphed_step_that_waits_for_the_gpu_is_an_error(tmp_path: Path, nccl: torch.device, options: dict[str, Any]) -> None:
     run = run_of(nccl, tmp_path, **options, recipe="bf16", cuda_graph=True)
     backward = run.microbatches.backward
 

@@ -1,4 +1,4 @@
-"""Symmetric memory on one GPU: virtual ranks that share it, the bits of the collective form; streams, flags and the watchdog, alone."""
+"""Symmetric memory on one GPU: virtual ranks have the bits of the collective path; one rank has real streams, flags and a watchdog."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def weights(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(L, N, D, generator=generator) / D**0.5).to("cuda", dtype).requires_grad_()
 
 
-def apart(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Tensor]]:
-    """(out, dx, dw) of every rank: exchanges by indexing, and the collective form's function on each rank's rows alone."""
+def rank_by_rank(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Tensor]]:
+    """(out, dx, dw) of every rank: exchanges by indexing, and the function of the collective path on the rows of each rank."""
     xs = [x.cuda().requires_grad_() for x in case.inputs(D, dtype)]
     ws = [weights(rank, dtype) for rank in range(case.world)]
     outs = []
@@ -54,9 +54,9 @@ def apart(case: Case, dtype: torch.dtype, recipe: Recipe) -> list[list[torch.Ten
         gemm = gemm_options(rows.device, dtype, recipe.gemm_path, recipe.wgrad, recipe.scaling_mode.value, pad_groups=False)
         options = pipeline._EPOptions("rceil", "rceil", gemm)
         outs.append(pipeline._EPGroupedMM.apply(rows, w, row_map, offs, [R], [R], "", options, None))
-    home = exchange(outs, [case.received(rank) for rank in range(case.world)])
-    torch.autograd.backward(home, [grad.cuda() for grad in case.inputs(N, dtype, seed=5)])
-    return [[out.detach(), x.grad, w.grad] for out, x, w in zip(home, xs, ws, strict=True)]
+    combined = exchange(outs, [case.received(rank) for rank in range(case.world)])
+    torch.autograd.backward(combined, [grad.cuda() for grad in case.inputs(N, dtype, seed=5)])
+    return [[out.detach(), x.grad, w.grad] for out, x, w in zip(combined, xs, ws, strict=True)]
 
 
 def by_hand(me: int, world: int, name: str, case: Case, dtype: torch.dtype, recipe: Recipe) -> list[torch.Tensor]:
@@ -74,14 +74,14 @@ def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.usefixtures("poison")
-def test_the_bits_of_the_collective_road_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_the_collective_path_on_virtual_ranks(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlapped, "OverlappedEPGroupedMM", BY_HAND)
     monkeypatch.setattr(overlapped, "LEAST_CHUNK_BYTES", 1)
     for seed, kind in enumerate(KINDS):
         case = make_case(kind, world, L, rows=400, seed=seed)
         for dtype, path in ((torch.bfloat16, "auto"), (torch.float32, "auto"), (torch.bfloat16, "exact")):
             recipe = Recipe("as asked", gemm_path=path)
-            want = apart(case, dtype, recipe)
+            want = rank_by_rank(case, dtype, recipe)
             torch.cuda.synchronize()
             for rank, got in enumerate(run_virtual(by_hand, world, case, dtype, recipe, device="cuda")):
                 assert_all_same(got, want[rank], f"{kind} {dtype} {path} rank {rank}")
@@ -110,7 +110,7 @@ def test_exchanges_on_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     run_virtual(exchanges, 3, device="cuda")
 
 
-# ---- one rank, with the streams and flags of a real one ----
+# ---- one rank with real streams and flags ----
 
 
 @pytest.fixture
@@ -121,8 +121,8 @@ def transport() -> Iterator[SymmetricTransport]:
     close_transports("alone")
 
 
-def test_flags_order_lanes() -> None:
-    """A stream waits for a flag that another one writes behind its copy; values may wrap around."""
+def test_flags_order_streams() -> None:
+    """A stream waits for a flag that another stream writes after its copy; values may wrap around."""
     device = torch.device("cuda", torch.cuda.current_device())
     streams, flags = CudaCopyStreams(device), torch.zeros(4, dtype=torch.int32, device=device)
     big, there, late = (torch.zeros(1 << 28, dtype=torch.uint8, device=device) for _ in range(3))
@@ -138,7 +138,7 @@ def test_flags_order_lanes() -> None:
 
 
 def test_alone_over_streams(transport: SymmetricTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, two streams for the GEMMs, autograd: the bits of the collective form, many times over the same memory."""
+    """Chunks, two streams for the GEMMs, autograd: the bits of the collective path, many times over the same memory."""
     monkeypatch.setattr(overlapped, "LEAST_CHUNK_BYTES", 1)
     held = []
     for step, kind in enumerate([*KINDS, *KINDS]):
@@ -149,10 +149,10 @@ def test_alone_over_streams(transport: SymmetricTransport, monkeypatch: pytest.M
             grads = torch.autograd.grad(out, (x, w), case.inputs(N, dtype, seed=5)[0].cuda())
             held.append((case, dtype, [out.detach(), *grads]))
     for case, dtype, got in held:
-        assert_all_same(got, apart(case, dtype, RECIPE)[0], f"{dtype}")
+        assert_all_same(got, rank_by_rank(case, dtype, RECIPE)[0], f"{dtype}")
 
 
-def test_memory_comes_back(transport: SymmetricTransport) -> None:
+def test_memory_is_used_again(transport: SymmetricTransport) -> None:
     sizes = []
     for _ in range(4):
         rows = torch.ones(1000, 64, device="cuda")
@@ -165,7 +165,7 @@ def test_memory_comes_back(transport: SymmetricTransport) -> None:
 
 
 def read_late(name: str, me: int, world: int) -> None:
-    """A batch on each of two streams; the first one's rows are read late, and their memory is handed out to the second stream before."""
+    """A batch on each of two streams. The first batch is read late, after its buffer was taken for the second stream."""
     device = torch.device("cuda", torch.cuda.current_device())
     batches = [torch.full((world * 4096, 256), 10.0 * batch + me, device=device) for batch in range(3)]
     splits = [4096] * world, [4096] * world, name
@@ -178,13 +178,13 @@ def read_late(name: str, me: int, world: int) -> None:
 
     for _ in range(3):
         first, second = exchanged(0, streams[0]), exchanged(1, streams[1])
-        place = first.data_ptr()
+        address = first.data_ptr()
         with torch.cuda.stream(streams[0]):
             torch.cuda._sleep(_LATE_CYCLES)
             read = first.clone()
         del first
         third = exchanged(2, streams[1])
-        assert third.data_ptr() == place, "the memory that stream 0 still reads"
+        assert third.data_ptr() == address, "the buffer that stream 0 still reads"
         torch.cuda.synchronize()
         for rank in range(world):
             part = slice(4096 * rank, 4096 * (rank + 1))
@@ -204,7 +204,7 @@ def test_a_buffer_that_another_stream_still_reads_on_virtual_ranks() -> None:
 
 def test_a_buffer_that_another_stream_of_a_graph_still_reads(transport: SymmetricTransport) -> None:
     pieces = [torch.full((1 << 20,), value, dtype=torch.uint8, device="cuda") for value in (1, 2, 3)]
-    graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
 
     def exchanged(piece: torch.Tensor) -> torch.Tensor:
         with transport.open((9,), (piece.numel(),), [], in_graphs=True) as opened:
@@ -212,21 +212,21 @@ def test_a_buffer_that_another_stream_of_a_graph_still_reads(transport: Symmetri
             opened.wait(1)
         return opened.buffers[0]
 
-    held = [exchanged(piece) for piece in pieces[:2]]  # memory for the capture
+    held = [exchanged(piece) for piece in pieces[:2]]  # allocates memory for the capture
     del held
     with torch.cuda.graph(graph):
         main = torch.cuda.current_stream()
         first = exchanged(pieces[0])
-        beside.wait_stream(main)
-        with torch.cuda.stream(beside):
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
             second = exchanged(pieces[1])
         torch.cuda._sleep(_LATE_CYCLES)
-        read, place = first.clone(), first.data_ptr()
+        read, address = first.clone(), first.data_ptr()
         del first
-        with torch.cuda.stream(beside):
+        with torch.cuda.stream(side):
             third = exchanged(pieces[2])
-        assert third.data_ptr() == place
-        main.wait_stream(beside)
+        assert third.data_ptr() == address
+        main.wait_stream(side)
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
@@ -234,15 +234,15 @@ def test_a_buffer_that_another_stream_of_a_graph_still_reads(transport: Symmetri
             assert bool((rows == value).all()), value
 
 
-def test_what_a_failed_exchange_still_sends_is_not_used_again(transport: SymmetricTransport) -> None:
-    """A copy is under way when the host fails; its program goes on and allocates."""
-    size, landed = 64 << 20, []
+def test_memory_that_a_failed_exchange_still_copies_is_not_used_again(transport: SymmetricTransport) -> None:
+    """A copy is running when the host fails; the program continues and allocates."""
+    size, received = 64 << 20, []
     with transport.open((9,), (size,), [], in_graphs=True):
-        pass  # memory is there
+        pass  # allocates memory
 
     def fails() -> None:
         with transport.open((9,), (size,), [], in_graphs=True) as opened:
-            landed.append(opened.buffers[0])
+            received.append(opened.buffers[0])
             piece = torch.ones(size, dtype=torch.uint8, device="cuda")
             with transport.copy_streams.on(REMOTE):
                 torch.cuda._sleep(_LATE_CYCLES)
@@ -253,7 +253,7 @@ def test_what_a_failed_exchange_still_sends_is_not_used_again(transport: Symmetr
         fails()
     others = [torch.full((size,), 7, dtype=torch.uint8, device="cuda") for _ in range(2)]
     torch.cuda.synchronize()
-    assert bool((landed[0][:size] == 1).all())
+    assert bool((received[0][:size] == 1).all())
     del others
     for _ in range(2):
         with pytest.raises(ExchangeError, match="rank 0 failed: RuntimeError: broken"):
@@ -262,11 +262,11 @@ def test_what_a_failed_exchange_still_sends_is_not_used_again(transport: Symmetr
     assert transport.nbytes() == 0
 
 
-def test_beside_the_current_device(transport: SymmetricTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second GPU that is made up; torch's own current device stays, so nothing is launched elsewhere."""
+def test_rows_that_are_not_on_the_current_device(transport: SymmetricTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second GPU is stubbed as the current device; torch's own current device stays, so nothing is launched elsewhere."""
     rows, here = torch.ones(8, 32, device="cuda"), torch.cuda.current_device()
-    with monkeypatch.context() as now:
-        now.setattr(torch.cuda, "current_device", lambda: here + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: here + 1)
         for call in (torch.ops.mxep.exchange_rows, partial(torch.ops.mxep.exchange_dequantized, scaling_mode="rceil")):
             with raises_naming(f"the current CUDA device is {here + 1}", f"want {here}", f"torch.cuda.set_device({here})"):
                 call(rows, [8], [8], "alone")
@@ -296,7 +296,7 @@ def test_not_in_a_graph(transport: SymmetricTransport) -> None:
 
 
 def test_a_peer_that_never_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU waits for a flag that nobody writes: within the time limit it goes on with NaN, and the next exchange raises."""
+    """The GPU waits for a flag that no peer sets. Within the time limit it continues with NaN, and the next exchange raises."""
     transport = alone(timeout_s=1)
     register("stuck", transport)
     rows = torch.ones(1000, 64, device="cuda")

@@ -1,4 +1,4 @@
-"""Two GPUs over symmetric memory: the bits of NCCL's road in every recipe, what is held, a rank that dies, two groups."""
+"""Two GPUs over symmetric memory: the bits of NCCL in every recipe, held results, released memory, a rank that dies, two groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _bits(rank: int, world: int) -> None:
     assert set_transport("collective", dist.group.WORLD) == "collective"
     held = []
     for seed, kind in enumerate([*KINDS, *KINDS]):
-        overlapped.LEAST_CHUNK_BYTES = 1 if seed < len(KINDS) else 1 << 40  # chunks, though rows are few; then one, in halves
+        overlapped.LEAST_CHUNK_BYTES = 1 if seed < len(KINDS) else 1 << 40  # several chunks, though rows are few; then one chunk
         case = make_case(kind, world, L, rows=900, seed=seed)
         inputs = [rows.cuda() for rows in case.inputs(48, torch.float32)]
         got = torch.ops.mxep.exchange_rows(inputs[rank], case.received(rank), case.sent(rank), group.group_name)
@@ -105,7 +105,7 @@ def test_large_steps(world: int) -> None:
 
 
 def _own_bytes() -> int | None:
-    """Of the current GPU's memory, what this process holds, whatever others do there; None where the driver does not see its number."""
+    """Bytes of the current GPU's memory that this process holds; None if nvidia-smi does not see its PID."""
     uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
     command = ["nvidia-smi", "-i", uuid, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -116,7 +116,7 @@ def _own_bytes() -> int | None:
 
 
 def _other_sizes(rank: int, world: int) -> str:
-    """Sizes that change for good, GPUs behind their hosts: what was let go of is free again on every GPU, and all rows are right."""
+    """Sizes change permanently while GPUs are behind their hosts: released memory is free on every GPU, and all rows are right."""
     symmetric_memory.LEAST_PATIENCE = 4
     name = dist.group.WORLD.group_name
     set_transport("symmetric", timeout_s=60)
@@ -140,20 +140,20 @@ def _other_sizes(rank: int, world: int) -> str:
     after = _own_bytes()
     close_transports()
     if before is None or after is None:
-        return "nvidia-smi does not show this process (another PID namespace?): what it holds cannot be told from what others do"
+        return "nvidia-smi does not show this process (another PID namespace?): its memory cannot be told from that of others"
     assert after - before < held + (64 << 20), f"{after - before} bytes more than before, {held} are held"
     return ""
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_memory_that_is_let_go_of_is_free_on_every_gpu(world: int) -> None:
+def test_released_memory_is_free_on_every_gpu(world: int) -> None:
     unseen = set(run_ranks(_other_sizes, world, backend=BACKEND, timeout=100)) - {""}
     if unseen:
         pytest.skip(unseen.pop())
 
 
 def _unset(rank: int, world: int) -> None:
-    """A group that nobody gave a transport, and its rows on CPUs beside those on GPUs, whichever come first."""
+    """A group without a chosen transport exchanges rows on CPUs and on GPUs, whichever come first."""
     for first in ("cuda", "cpu"):
         group = dist.new_group(list(range(world)))
         for device in (first, "cpu" if first == "cuda" else "cuda"):
@@ -169,7 +169,7 @@ def test_auto_takes_symmetric_memory_for_gpus_and_not_for_cpus() -> None:
     run_ranks(_unset, 2, backend=BACKEND, timeout=60)
 
 
-def _stays_away(rank: int, world: int) -> float:
+def _does_not_call(rank: int, world: int) -> float:
     set_transport("symmetric", timeout_s=2)
     rows = torch.ones(4, 64, device="cuda")
     torch.ops.mxep.exchange_rows(rows, [2, 2], [2, 2], dist.group.WORLD.group_name)
@@ -185,12 +185,12 @@ def _stays_away(rank: int, world: int) -> float:
     return waited
 
 
-def test_a_rank_that_does_not_come() -> None:
-    assert run_ranks(_stays_away, 2, backend=BACKEND, timeout=60)[0] < 5
+def test_a_rank_that_does_not_call() -> None:
+    assert run_ranks(_does_not_call, 2, backend=BACKEND, timeout=60)[0] < 5
 
 
 def _stops_inside(rank: int, world: int) -> None:
-    """Rank 1 opens the exchange and sends nothing: rank 0's GPU is let go, with NaN, and its next exchange raises."""
+    """Rank 1 opens the exchange and sends nothing: the wait of rank 0's GPU ends with NaN, and its next exchange raises."""
     set_transport("symmetric", timeout_s=2)
     logging.getLogger("mxep").setLevel(logging.CRITICAL)
     name = dist.group.WORLD.group_name

@@ -1,4 +1,4 @@
-"""The clock of the benchmarks on a GPU: who waits for whom."""
+"""The clock of the benchmarks on a GPU, when the device waits for the host and when it does not."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ STEPS = 20
 
 
 def losses(out: Path, hosts: int, options: list[str]) -> tuple[list[float], str]:
-    """Losses of a run of four ranks on that many hosts, and what all hosts printed."""
+    """Losses of a run of four ranks on that many hosts, and the output of all hosts."""
     each = 4 // hosts
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={each}", "--rdzv-backend=c10d"]
     launcher += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=hosts", "--local-addr=127.0.0.1", "-m", "mxep", "train"]

@@ -1,4 +1,4 @@
-"""Kept weights on a GPU: beside CUDA graphs, on several streams, and edits of DTensors in one kernel. Without checking."""
+"""Cached weights on a GPU, without checking: with CUDA graphs, on several streams, and edits of DTensors in one kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(kind: str, recipe: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A module and what it takes behind its rows."""
+    """A module and its arguments after the rows."""
     torch.manual_seed(0)
     if kind == "linear":
         return MXLinear(nn.Linear(D, H, bias=False, dtype=torch.bfloat16), RECIPES[recipe]), ()
@@ -59,9 +59,9 @@ def walk(module: Callable[..., Tensor], x: Tensor, others: tuple[Tensor, ...], w
 
 
 def assert_all_equal(got: list[Tensor], want: list[Tensor], what: str) -> None:
-    for place, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert (a is None) == (b is None), (what, place)
-        assert a is None or torch.equal(a, b), (what, place)
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert (a is None) == (b is None), (what, number)
+        assert a is None or torch.equal(a, b), (what, number)
 
 
 def keep(module: nn.Module, cache: WeightCache | None) -> None:
@@ -90,7 +90,7 @@ def test_replays_between_eager_steps(kind: str, state: str, recipe: str) -> None
     assert bool(cache.fills) == (state != "empty")
     keep(module, cache)
     if state == "full":
-        walk(module, x, others, weights)  # new places, since keep has made new ones
+        walk(module, x, others, weights)  # the cache is filled again, since `keep` has made new entries
     if state == "advanced":
         cache.advance()
     before = cache.fills, cache.nbytes()
@@ -123,7 +123,7 @@ def test_replays_between_eager_steps(kind: str, state: str, recipe: str) -> None
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_captured_optimizer_step(kind: str, fused: bool) -> None:
-    """It ends the cache's use with a warning: what replays have made of the weights is what eager passes read."""
+    """It ends the cache's use with a warning: eager passes read the weights that replays have written."""
     module, others = make(kind, "mxfp8_wgrad_with_hp")
     x = torch.randn(ROWS, D, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, capturable=True, fused=fused, foreach=not fused)
@@ -181,13 +181,13 @@ def test_make_graphed_callables(kind: str) -> None:
         assert_all_equal(*results, f"step {step}")
         x.copy_(torch.randn_like(x))
     with torch.no_grad():
-        assert torch.equal(eager_forward(x, *others), plain(x, *others)), "eager, beside the graph"
+        assert torch.equal(eager_forward(x, *others), plain(x, *others)), "eager calls between replays"
     assert not cache.captured
 
 
 @pytest.mark.parametrize("capture_error_mode", ["global", "thread_local"])
 def test_a_variant_that_runs_in_a_graph_first(capture_error_mode: str) -> None:
-    """Calls with a cache make both forms of a weight in one pass; a graph of forward alone makes one of them."""
+    """Calls with a cache make both forms of a weight by one kernel; a graph of forward alone makes one of them."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("rebased weights are Hopper's")
     module, others = make("experts", "mxfp8_wgrad_with_hp")
@@ -221,7 +221,7 @@ def poison(forms: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("path", ["auto", "exact"])
 def test_a_reader_on_another_stream(path: str) -> None:
-    """It waits for the stream that fills, however late that is; and what it still reads when the cache empties is not written over."""
+    """It waits for the stream that fills, however late that is; memory that it still reads when the cache empties is not overwritten."""
     owner, cache = Owner(), WeightCache()
     options = gemm_options(owner.w.device, torch.bfloat16, path, "hp", "rceil", pad_groups=False)
     if path == "auto" and torch.cuda.get_device_capability()[0] != 9:
@@ -254,7 +254,7 @@ def test_a_reader_on_another_stream(path: str) -> None:
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
 
 
-def test_a_layer_read_on_another_stream_than_it_was_filled() -> None:
+def test_a_layer_that_is_read_on_another_stream_than_it_was_filled_on() -> None:
     layer, _ = make("linear", "mxfp8_wgrad_with_hp")
     x = torch.randn(ROWS, D, dtype=torch.bfloat16)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Weights kept in the form that the FP8 paths read: the same bits as weights that every call quantises and rebases anew."""
+"""Weights kept in the form that the FP8 paths read: the same bits as weights that every call quantises and rebases again."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_one_gemm(path: str) -> None:
     x = torch.randn(256, 224, device="cuda", dtype=torch.bfloat16).requires_grad_()
     grad = torch.randn(256, 160, device="cuda", dtype=torch.bfloat16)
     results = []
-    for place in (None, kept, kept):
-        out = expert_mm(x, owner.w, offs, recipe, place)
+    for cached in (None, kept, kept):
+        out = expert_mm(x, owner.w, offs, recipe, cached)
         results.append((out.detach(), *torch.autograd.grad(out, (x, owner.w), grad)))
     assert cache.fills == (2 if path == "exact" else 1), "once for forward, once for dgrad; on the FP8 paths both at once"
     scales = [scale.dtype for kept_form in cache._kept.values() for scale in kept_form.form[1::2]]

@@ -1,4 +1,4 @@
-"""dense_mm: what it keeps from call to call. `MXLinear`'s tests have its numbers."""
+"""dense_mm: tensors that it keeps between calls. `MXLinear`'s tests check its numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from mxep.grouped_mm import dense
 
 
-def test_the_end_of_the_rows_is_filled_once_for_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_offset_is_filled_once_per_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.zeros(7, 32)
     with torch.inference_mode():
         first = dense._group_end(rows)

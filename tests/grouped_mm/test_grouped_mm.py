@@ -59,7 +59,7 @@ def wgrad(grad: torch.Tensor, a: torch.Tensor, ends: list[int], quantised: bool 
 
 
 def assert_close(got: torch.Tensor, truth: torch.Tensor, what: str) -> None:
-    """Nothing but the rounding to the output's dtype and the summation lies between `got` and the float64 truth.
+    """`got` differs from the float64 truth only by the rounding to the output's dtype and the summation.
 
     FP8 tensor cores, which bf16 results may come from on a GPU, keep about 14 bits while they sum (docs/numerics.md): up to 6e-4, an
     error of its own beside the rounding's, so that their squares add up.
@@ -134,7 +134,7 @@ def test_no_rows(hp: bool, padded: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_mx_input(dtype: torch.dtype) -> None:
-    """Its bytes enter forward as they are, its values the wgrad; the numbers of a plain input quantised inside."""
+    """Forward multiplies its bytes and wgrad its values: the results of a plain input that is quantised inside."""
     a, w = operands(RAGGED, 200, dtype)
     mx = quantize_mx(a.detach()).requires_grad_()
     out = to_mxfp8_then_scaled_grouped_mm(mx, w.transpose(-2, -1), offsets(RAGGED), out_dtype=F32, wgrad_with_hp=True)
@@ -149,7 +149,7 @@ def test_mx_input(dtype: torch.dtype) -> None:
 
 
 def test_mx_gradient() -> None:
-    """An MX gradient enters dgrad byte for byte and wgrad as its values."""
+    """dgrad multiplies the bytes of an MX gradient, and wgrad its values."""
     a, w = operands(RAGGED, 200)
     out = to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offsets(RAGGED), out_dtype=F32, wgrad_with_hp=True)
     grad = torch.randn(out.shape)
@@ -295,7 +295,7 @@ def test_nan_past_the_last_end_reaches_nothing() -> None:
             assert tensor.isfinite().all()
 
 
-def test_what_is_saved() -> None:
+def test_saved_tensors() -> None:
     a, w = operands(ALIGNED)
     with Saved() as saved:
         to_mxfp8_then_scaled_grouped_mm(quantize_mx(a.detach()), w.transpose(-2, -1), offsets(ALIGNED), wgrad_with_hp=True)
@@ -328,13 +328,13 @@ def test_sqnr_of_the_contract(hp: bool) -> None:
     for name, least, mine, truth in zip(("out", "dX", "dW"), (27, 25, 24), got, want, strict=True):
         assert sqnr(truth, mine) >= least, f"{name}: {sqnr(truth, mine):.1f} dB"
     if hp:
-        assert sqnr(want[2], got[2]) >= 60, "plain operands enter the hp wgrad unquantised"
+        assert sqnr(want[2], got[2]) >= 60, "wgrad in high precision multiplies plain operands unquantised"
         pre = to_mxfp8_then_scaled_grouped_mm(quantize_mx(a.detach()), w.transpose(-2, -1), offsets(ends), wgrad_with_hp=True)
         assert sqnr(out.detach(), pre.detach()) >= 60
 
 
 def test_autocast_changes_nothing() -> None:
-    """The recipe says in which precision the GEMM works, not the region it is called in; it would cast float32 products to bf16."""
+    """The recipe decides the precision of the GEMM, not autocast, which would cast float32 products to bf16."""
     for recipe in RECIPES.values():
         a, w = operands(ALIGNED)
         want = expert_mm(a, w, offsets(ALIGNED), recipe)
@@ -390,7 +390,7 @@ def test_wgrad_from_mx_quantises_once_and_saves_mx() -> None:
     assert_same(got[1], torch.autograd.grad(out, w, mx_grad)[0], "dW, as from an MX gradient")
 
 
-def test_a_recipe_in_high_precision_multiplies_so() -> None:
+def test_high_precision_by_recipe_and_by_number_of_rows() -> None:
     """By name, and below `hp_below_rows`; also where dW is added to a gradient of float32."""
     a, weight, offs = torch.randn(64, 128), torch.randn(2, 96, 128), torch.tensor([32, 64], dtype=torch.int32)
     want = product(a, weight, [32, 64])

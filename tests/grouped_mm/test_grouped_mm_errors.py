@@ -1,4 +1,4 @@
-"""What the grouped GEMM refuses, and which paths a CPU has: each error says where, got, want, do."""
+"""Errors of the grouped GEMM, each with where, got, want and do; and the GEMM paths of a CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_paths_of_a_cpu(preference: KernelPreference | str) -> None:
     assert_same(got, to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offsets(ALIGNED)))
 
 
-def test_paths_that_a_cpu_has_not() -> None:
+def test_paths_that_a_cpu_lacks() -> None:
     a, w = operands(ALIGNED)
     for path in ("exact", "blackwell"):
         with raises_naming(path, "needs a CUDA GPU", "cpu", "reference"):

@@ -1,4 +1,4 @@
-"""The forms of rows that the products make, and in how many passes."""
+"""The forms of rows that the products make, and by how many kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, quantize_
 
 
 @pytest.mark.parametrize(("wgrad", "forms"), [("mx", [True, True]), ("hp", [False, False]), ("none", [False, False])])
-def test_plain_rows_of_an_fp8_path_are_quantised_in_one_pass(wgrad: str, forms: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_rows_of_an_fp8_path_are_quantised_by_one_kernel(wgrad: str, forms: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both operands, in MX as well where wgrad reads it; the product is that of their rebased rows."""
     made, quantize_grouped_mm = [], products.direct.quantize_grouped_mm
 
@@ -46,8 +46,8 @@ def test_plain_rows_of_an_fp8_path_are_quantised_in_one_pass(wgrad: str, forms: 
     assert (w.grad is None) == (wgrad == "none")
 
 
-def test_options_for_another_dtype_are_those_that_it_is_given_first() -> None:
-    """A float32 dgrad of an "auto" path multiplies MX rows, beside a bf16 forward that multiplies rebased rows."""
+def test_options_for_another_dtype_are_those_of_that_dtype() -> None:
+    """A float32 dgrad of an "auto" path multiplies MX rows, while its bf16 forward multiplies rebased rows."""
     granularity = GEMM_PATHS["fp8"].granularity
     bf16 = products.GemmOptions(torch.bfloat16, "hp", "rceil", "fp8", "exact", granularity, False)
     float32 = products.GemmOptions(torch.float32, "hp", "rceil", "fp8", "exact", None, False)
@@ -73,7 +73,7 @@ def frozen(*transposed: bool) -> list[MXWeight]:
     ],
 )
 def test_the_other_form_of_frozen_weights(which: str, transposed: tuple[bool, ...], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes that their values give; for an FP8 path without these values in memory, except of a transposed weight beside another."""
+    """The bytes are those of the dequantised values, which FP8 paths do not materialise unless one of two weights is transposed."""
     parts, made, dequantize = frozen(*transposed), [], products.direct.dequantize
     values = torch.cat([part.dequantize() for part in parts], 1)
     want = products._quantize_weight(values if which == "forward" else values.transpose(-2, -1), "rceil")
@@ -96,13 +96,13 @@ def test_forms_that_are_made_are_not_made_again(monkeypatch: pytest.MonkeyPatch)
     assert forward[0] is not None
     assert plain.cached("forward")[0] is forward[0]
     assert plain.quantized("forward")[0] is forward[0]
-    assert plain.made("forward") == plain.cached("dgrad") == (None, None)  # it was handed out, the other one was not kept
+    assert plain.made("forward") == plain.cached("dgrad") == (None, None)  # it was returned, the other one was not kept
     monkeypatch.setattr(products.direct, "quantize_weight", lambda *_: pytest.fail("a weight is quantised again"))
     given = products.Weights(weight, None, gemm, forward=forward)
     assert given.make_both() == (None, None)
     assert given.quantized("forward")[0] is forward[0]
     cache = WeightCache()
-    cache.captured = True  # it serves no more
+    cache.captured = True  # it is not used any more
     kept = products.Weights(weight, None, gemm, CachedWeight(cache, torch.nn.ParameterDict({"w": weight}), "w"), dgrad=dgrad)
     assert kept.cached("dgrad")[0] is dgrad[0]
     assert kept.cached("forward") == (None, None)

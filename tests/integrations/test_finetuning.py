@@ -1,4 +1,4 @@
-"""What the how-to pages on peft, TRL and Accelerate say of models whose experts are mxep's; their blocks run in tests/test_docs.py."""
+"""Statements of the how-to pages on peft, TRL and Accelerate about models with mxep's experts; tests/test_docs.py runs their code."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_merged_model_is_the_adapted_one() -> None:
 
 
 def preferences() -> dict[str, Any]:
-    """What DPOTrainer is given besides its models."""
+    """Arguments of DPOTrainer besides its models."""
     alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())][:256]
     by_bytes = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
     by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

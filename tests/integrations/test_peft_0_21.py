@@ -28,8 +28,8 @@ NAMES = {"mxep": None, "mxep_hp": "hp"}
 ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_hidden_layers": 1},
-    "GptOss": {"num_hidden_layers": 1, "layer_types": ALL_ATTENTION["layer_types"][:1]},  # stored the other way round, gate and up in turns
-    "Qwen3Moe with quick GELU": {"num_hidden_layers": 1},  # a gate that is none of mxep's
+    "GptOss": {"num_hidden_layers": 1, "layer_types": ALL_ATTENTION["layer_types"][:1]},  # stored transposed, gate and up interleaved
+    "Qwen3Moe with quick GELU": {"num_hidden_layers": 1},  # an activation that mxep lacks
 }
 
 
@@ -118,7 +118,7 @@ def test_gradients_against_float64(family: str, how: str, least: float) -> None:
             got[f"{layer.parameter_name}.{letter}"] = getattr(layer, f"lora_{letter}")["default"].weight.grad
         layer = layer.base_layer
     assert set(got) == set(want)
-    for name, value in got.items():  # the model's own gate rounds every step of it to bf16
+    for name, value in got.items():  # the model's own activation rounds every operation to bf16
         assert sqnr(want[name], value) > (least - 1 if "quick" in family else least), name
 
 
@@ -237,7 +237,7 @@ def test_adapters_that_are_there_already_stay_as_they_are(rank: int, fqns: str |
 
 
 def test_an_initialisation_that_would_change_mx_bytes() -> None:
-    """PiSSA takes what the adapter starts with out of the weight."""
+    """PiSSA subtracts the initial adapter from the weight."""
     with raises_naming("assignment to .data", "dequantize_base"):
         adapted("Qwen3Moe", init_lora_weights="pissa", target_parameters=None)
 
@@ -268,7 +268,7 @@ def test_merging_writes_bf16(family: str, tmp_path: Path) -> None:
         assert type(got) is nn.Parameter
         assert sqnr(weight, got) > 50
     assert sqnr(q_proj, merged.model.layers[0].self_attn.q_proj.weight) > 50
-    assert isinstance(merged.model.layers[0].self_attn.k_proj.weight, MXWeight), "which no adapter was beside"
+    assert isinstance(merged.model.layers[0].self_attn.k_proj.weight, MXWeight), "a weight without an adapter"
     mxep.dequantize_base(merged)
     merged.save_pretrained(tmp_path)
     again = type(merged).from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -317,7 +317,7 @@ def test_two_adapters_and_none() -> None:
     assert not isinstance(experts_of(model).base_layer.base_layer, peft_0_21.ParamWrapper)
     assert torch.equal(model(input_ids=tokens_of(0)).logits, one)
     model.base_model.set_adapter(["default", "other"])
-    assert sqnr(one, model(input_ids=tokens_of(0)).logits) > 40, "the second is zero as yet"
+    assert sqnr(one, model(input_ids=tokens_of(0)).logits) > 40, "the second adapter is still zero"
     assert sqnr(bare, one) < 30
 
 

@@ -1,4 +1,4 @@
-"""peft's LoRA beside dense linear layers by `peft_0_21.register`: against float64, compiled, recomputed, and what stays peft's own."""
+"""peft's LoRA on dense linear layers by `peft_0_21.register`: against float64, compiled, recomputed, and cases that stay peft's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mxep.integrations import peft_0_21  # noqa: E402
 
 
 class Dense(nn.Module):
-    """A linear layer of each kind that adapters may be beside."""
+    """A linear layer of each kind that can have adapters."""
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_dense_layer_against_float64(kind: str, changes: dict[str, bool]) -> N
         assert sqnr(value, got[name]) > (17 if "MXLinear" in kind and name in "xy" else 45), name
 
 
-class _Passes(TorchDispatchMode):
+class _Results(TorchDispatchMode):
     """Operators that make a tensor of at least so many values, and its dtype."""
 
     def __init__(self, numel: int) -> None:
@@ -128,13 +128,13 @@ def test_a_dense_layer_is_one_node(kind: str) -> None:
         model(x).sum().backward()
 
 
-def test_a_dense_layer_is_passed_over_by_gemms_alone() -> None:
+def test_only_gemms_make_tensors_of_a_dense_layers_size() -> None:
     model = dense("torch")
     x, dy = rows_of(1, 64).requires_grad_(), rows_of(2, 96)
-    with _Passes(x.numel()) as passes:
+    with _Results(x.numel()) as results:
         model(x).backward(dy)
     views = {"view", "t", "_unsafe_view", "detach", "alias", "transpose"}
-    made = {(name, dtype) for name, dtype in passes.seen if name not in views}
+    made = {(name, dtype) for name, dtype in results.seen if name not in views}
     assert made == {("mm", torch.bfloat16), ("addmm_", torch.bfloat16)}
 
 
@@ -244,7 +244,7 @@ def test_a_dense_layer_below_the_rows_of_mx() -> None:
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def test_a_dense_layer_with_hooks_and_with_dropout_beside_two_adapters() -> None:
+def test_a_dense_layer_with_hooks_and_with_dropout_and_two_adapters() -> None:
     """As peft runs them: a hook sees the base's own result."""
     for hooked in (True, False):
         found, seen = [], list[Tensor]()
@@ -267,7 +267,7 @@ def test_a_dense_layer_with_hooks_and_with_dropout_beside_two_adapters() -> None
 
 @pytest.mark.parametrize("letter", ["A", "B"])
 def test_factors_with_a_hook_or_a_forward_of_their_own(letter: str) -> None:
-    """Both double what the factor returns, which peft's own way does."""
+    """Both double the result of the factor, which peft's own implementation does."""
     for by_hook in (True, False):
         found = []
         for ours in (True, False):

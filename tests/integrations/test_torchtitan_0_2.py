@@ -67,7 +67,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 
 def run_all() -> dict[str, dict]:
-    """What every run gave; all of them in one program, which imports torchtitan once."""
+    """Results of all runs, which one program makes, so that torchtitan is imported once."""
     command = python_with(*REQUIREMENTS)
     with tempfile.TemporaryDirectory() as folder:
         runs, out = Path(folder) / "runs.json", Path(folder) / "out.json"
@@ -96,7 +96,7 @@ def test_loss_falls_and_starts_as_without(results: dict) -> None:
 
 
 def test_one_function_or_blocks(results: dict) -> None:
-    """The same layer, in other operations: sums on the experts' rank in the one, rows that come home in the other."""
+    """The same layer by other operations: one function sums on the experts' rank, the blocks return all rows to the tokens' ranks."""
     plain, fused, blocks = (first_step(results, name) for name in ("plain", "hp fused", "hp"))
     assert fused == pytest.approx(plain, rel=2e-4)
     assert fused != blocks
@@ -112,8 +112,8 @@ def test_tensor_parallelism_keeps_the_blocks(results: dict) -> None:
     assert results["one layer"]["fused"] == 1
 
 
-def test_the_road_in_high_precision_has_torchtitans_bits(results: dict) -> None:
-    """Exchange, padding and order of mxep's expert parallelism, with nothing rounded."""
+def test_the_blocks_in_high_precision_have_torchtitans_bits(results: dict) -> None:
+    """mxep's exchange, padding and order of rows, without any rounding."""
     assert first_step(results, "hp") == first_step(results, "plain")
     assert results["hp"]["exchanged"] == len(EXPERTS)
 
@@ -124,7 +124,7 @@ def test_compiled_blocks_compute_in_mxfp8(results: dict) -> None:
 
 @pytest.mark.parametrize("where", ["one rank", "two ranks"])
 def test_experts_of_gpt_oss(results: dict, where: str) -> None:
-    """Biases, gate and up in turns, clamped: in high precision the blocks have torchtitan's own bits."""
+    """Biases, gate and up interleaved, clamped: in high precision the blocks have torchtitan's own bits."""
     assert results["gpt-oss"]["error"] is None, results["gpt-oss"]["error"]
     of_all = results["gpt-oss"]["dB"]
     found = {how: of_all[f"{how} {where}"] for how in ("hp blocks", "hp fused", f"{ROUNDED} blocks", f"{ROUNDED} fused")}
@@ -161,7 +161,7 @@ def test_named_layers_alone(results: dict) -> None:
         ("overlap", "add --parallelism.no-pipeline_parallel_expert_parallel_overlap"),
     ],
 )
-def test_what_cannot_be_raises(results: dict, name: str, text: str) -> None:
+def test_unsupported_options_raise(results: dict, name: str, text: str) -> None:
     result = results[name]
     assert result["error"].startswith("ValueError: ")
     assert text in result["error"]

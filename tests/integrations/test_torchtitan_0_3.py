@@ -82,7 +82,7 @@ def test_debug_model_learns(results: dict) -> None:
         ("experts", "the experts are FusedGroupedExperts.Config, want GroupedExperts.Config or GptOssGroupedExperts.Config"),
     ],
 )
-def test_what_cannot_be_raises(results: dict, what: str, text: str) -> None:
+def test_unsupported_options_raise(results: dict, what: str, text: str) -> None:
     error = results["refused"][what]
     assert error.startswith("ValueError: ")
     assert text in error

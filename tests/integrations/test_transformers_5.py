@@ -36,7 +36,7 @@ COMMON = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "moe_intermediate_size": 32, "num_experts_per_tok": C,
 }  # fmt: skip
-QUICK = "Qwen3Moe with quick GELU"  # a gate that is none of mxep's
+QUICK = "Qwen3Moe with quick GELU"  # an activation that mxep lacks
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
 ALL_ATTENTION = {"layer_types": ["full_attention"] * 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": E},
     QUICK: {"num_experts": E, "hidden_act": "quick_gelu"},
     "DeepseekV3": {"n_routed_experts": E, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, **LATENT},
-    # biases, weights stored the other way round, gate and up in turns, a SwiGLU of another form
+    # biases, weights stored transposed, gate and up interleaved, a SwiGLU of another form
     "GptOss": {"num_local_experts": E, "swiglu_limit": 3.0, **ALL_ATTENTION},
     # no gate, squared ReLU
     "NemotronH": {
@@ -130,7 +130,7 @@ def test_experts_are_those_of_grouped_mm(name: str, recipe: str) -> None:
     for key, value in run(experts, NAMES[recipe], inputs, grad).items():
         assert value.dtype == want[key].dtype
         found, rounded = sqnr_db(want[key], value), recipe != "hp" and key != "down_proj_bias"  # the sum of a gradient that is plain
-        least = 19 if key == "dscores" else 21  # 74 numbers, each behind three products
+        least = 19 if key == "dscores" else 21  # 74 numbers, each after three products
         assert least < found < 40 if rounded else found > 100, f"{key}: {found:.1f} dB"
 
 
@@ -145,7 +145,7 @@ def test_experts_run_as_one_function(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "NemotronH", "DeepseekV3"])
 def test_experts_are_one_graph(name: str) -> None:
-    """Compiled whole, with the numbers of the function that stands outside of graphs up to its rounding."""
+    """Compiled whole, with the numbers of the eager function up to rounding."""
     experts, inputs, grad = experts_of(name), routing(), torch.randn(TOKENS, D)
     want = run(experts, "mxep", inputs, grad)
     torch._dynamo.reset()
@@ -155,7 +155,7 @@ def test_experts_are_one_graph(name: str) -> None:
 
 
 def test_choices_of_experts_elsewhere_add_nothing() -> None:
-    """As transformers' own EP implementations hand them over: E stands for another rank's expert, with a score of 0."""
+    """As transformers' own EP implementations pass them: E stands for an expert of another rank, with a score of 0."""
     experts, (tokens, choices, scores) = experts_of("GptOss"), routing()
     grad, elsewhere = torch.randn(TOKENS, D), torch.rand(TOKENS, C) < 0.5
     experts._is_expert_parallel = True
@@ -179,7 +179,7 @@ def test_no_token_at_all() -> None:
     ("around", "name"), [*((around, "Qwen3Moe") for around in ("plain", "checkpoint", "compile", "autocast")), ("compile", "GptOss")]
 )
 def test_a_model_trains(around: str, name: str, tmp_path: Path) -> None:
-    """A step of it, under what people put around, is near transformers' own; then it writes text and is saved as ever."""
+    """A training step in common set-ups is near transformers' own; then the model generates text and is saved as usual."""
     model = build(name, torch.bfloat16 if around in ("checkpoint", "compile") else torch.float32)
     plain, tokens = copy.deepcopy(model), torch.randint(3, 256, (2, 21))
     model.set_experts_implementation("mxep")
@@ -203,7 +203,7 @@ def test_a_model_trains(around: str, name: str, tmp_path: Path) -> None:
 
 
 def test_activation_checkpointing_runs_the_down_gemm_once() -> None:
-    """Nothing behind the experts of a layer saves a tensor: of a step's products, each layer's first forward one runs twice."""
+    """No operation after the experts of a layer saves a tensor: of a step's products only each layer's first forward product runs twice."""
     products, tokens, model = [], torch.randint(3, 256, (1, 21)), build("Qwen3Moe", torch.float32)
     model.set_experts_implementation("mxep")
     for checkpoints in (False, True):
@@ -283,7 +283,7 @@ def test_every_parallelism_on_two_gpus(transport: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near float32 on the CPU, and the host waits for nothing."""
+    """Near float32 on the CPU, and without a host sync."""
     monkeypatch.setenv("MXEP_CHECK", "0")  # checks read choices on the host
     experts, inputs, grad = experts_of(name), routing(), torch.randn(TOKENS, D)
     want = run(experts, "grouped_mm", inputs, grad)
@@ -300,14 +300,14 @@ def test_experts_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_model_writes_on_a_gpu() -> None:
-    """Where transformers would switch to another implementation for decoding, it keeps ours."""
+def test_a_model_generates_on_a_gpu() -> None:
+    """For decoding transformers would switch to another implementation; ours is kept."""
     model, tokens = build("Qwen3Moe", torch.bfloat16).cuda().eval(), torch.randint(3, 256, (2, 21), device="cuda")
     model.set_experts_implementation("mxep")
     assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 24)
 
 
-def test_what_cannot_be_raises() -> None:
+def test_unsupported_models_raise() -> None:
     with pytest.raises(ValueError, match="'fp7' is unknown"):
         transformers_5.register("fp7")
     for name in ("eager", "grouped_mm", "all_to_all"):
@@ -339,8 +339,8 @@ def test_experts_outside_of_the_registry_raise_where_they_are_loaded() -> None:
         transformers_5.ExpertExchange(experts, None, None, Recipe("any"))
 
 
-def test_a_recipe_of_ones_own() -> None:
-    transformers_5.register(Recipe.named("mxfp8_wgrad_with_mx"), "mxep")  # takes the place of the one before
+def test_a_recipe_of_a_user() -> None:
+    transformers_5.register(Recipe.named("mxfp8_wgrad_with_mx"), "mxep")  # replaces the one before
     experts, inputs, grad = experts_of("Mixtral"), routing(), torch.randn(TOKENS, D)
     first, second = (run(experts, name, inputs, grad) for name in ("mxep", "mxep_mx"))
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -357,7 +357,7 @@ def test_an_older_transformers_is_named(tmp_path: Path) -> None:
 
 
 def test_convert_experts_converts_them_too() -> None:
-    """By name, and each with its recipe; transformers' grouped GEMM is what it replaces."""
+    """By name, and each with its recipe; it replaces transformers' grouped GEMM."""
     model = build("Mixtral", torch.bfloat16)
     plain, tokens = copy.deepcopy(model), torch.randint(3, 256, (2, 21))
     assert mxep.convert_experts(model, "experts") == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]

@@ -243,7 +243,7 @@ def test_autocast_rounds_the_head_as_a_linear_layer() -> None:
         torch.testing.assert_close(model(**inputs).loss, want, rtol=1e-3, atol=0.0)
 
 
-def test_linear_layers_that_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_that_are_faster_in_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     done = transformers_5.accelerate(model, MX)
     assert done.left["model.layers.1.self_attn.k_proj"] == "linear, 64 -> 32 does not gain"
@@ -263,7 +263,7 @@ def test_linear_layers_that_gain(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Qwen3Moe", {"moe_intermediate_size": 24}, "experts", "their widths [(48, 64), (64, 24)] are no multiples of 32 (one MX block)"),
     ],
 )
-def test_what_is_left_is_named(family: str, changes: dict[str, Any], kind: str, reason: str) -> None:
+def test_layers_that_stay_are_named(family: str, changes: dict[str, Any], kind: str, reason: str) -> None:
     model, inputs = model_of(family, **changes), labelled()
     done = transformers_5.accelerate(model, MX)
     assert done.left[kind] == reason
@@ -272,7 +272,7 @@ def test_what_is_left_is_named(family: str, changes: dict[str, Any], kind: str, 
 
 @pytest.mark.parametrize("read", [lambda logits: logits.shape[-1], lambda logits: logits[..., :32]])
 def test_a_model_that_reads_its_logits_is_an_error(read: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Inkling does for its vocabulary's size. Errors from before the projection stay what they are."""
+    """As Inkling does for its vocabulary's size. Errors before the projection are not changed."""
     model, inputs = model_of(), labelled()
     forward = type(model).forward
 
@@ -298,7 +298,7 @@ def test_a_model_that_changes_its_logits_is_an_error(monkeypatch: pytest.MonkeyP
     transformers_5.accelerate(model, MX)
     with pytest.raises(ValueError, match="the model changes its logits between its projection and its loss"):
         model(**inputs)
-    assert model(input_ids=inputs["input_ids"]).logits.shape[-1] == WORDS  # nothing is left of the failed call
+    assert model(input_ids=inputs["input_ids"]).logits.shape[-1] == WORDS  # the failed call leaves no state
 
 
 def test_refused() -> None:

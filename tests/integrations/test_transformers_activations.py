@@ -1,4 +1,4 @@
-"""What stands between the products of transformers' experts, known whatever is around the forward that asks."""
+"""The activation of transformers' experts is recognised, whatever modes are active around the forward."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ MODELS: dict[tuple[str, str, str], ExpertActivation | None] = {
 
 def experts_of(model: str, prefix: str, config: str) -> Any:
     """A model's experts by its default configuration, without weights."""
-    home = f"transformers.models.{model}"
-    shape = getattr(importlib.import_module(f"{home}.configuration_{model}"), f"{config}Config")()
+    package = f"transformers.models.{model}"
+    shape = getattr(importlib.import_module(f"{package}.configuration_{model}"), f"{config}Config")()
     if model in ("gemma4", "diffusion_gemma"):  # dense by default
         shape.num_experts, shape.moe_intermediate_size = 8, 64
     with torch.device("meta"):
-        return getattr(importlib.import_module(f"{home}.modeling_{model}"), f"{prefix}Experts")(shape)
+        return getattr(importlib.import_module(f"{package}.modeling_{model}"), f"{prefix}Experts")(shape)
 
 
 @pytest.mark.parametrize("name", MODELS, ids=lambda name: name[0])
-def test_models_gates(name: tuple[str, str, str]) -> None:
+def test_activations_of_models(name: tuple[str, str, str]) -> None:
     assert activation_of(experts_of(*name)) == MODELS[name]
 
 
 class Plain(nn.Module):
-    """What transformers' decorator makes of a class of experts."""
+    """A class of experts as transformers' decorator makes it."""
 
     has_gate, is_concatenated = True, True
     _apply_gate = _default_apply_gate
@@ -100,7 +100,7 @@ class WithBeta(Plain):
 PLAIN, LIMITED = ours("swiglu"), ours("swiglu", "concatenated", SwiGLU(10.0))
 CASES: dict[str, tuple[Callable[[], Any], ExpertActivation | None]] = {
     "default": (Plain, PLAIN),
-    "default, said to be interleaved": (lambda: Plain(is_concatenated=False), PLAIN),  # it cuts in halves all the same
+    "default, said to be interleaved": (lambda: Plain(is_concatenated=False), PLAIN),  # it splits in halves nevertheless
     "default, gelu": (lambda: Plain(act_fn=nn.GELU()), ours("geglu")),
     "default, gelu by tanh": (lambda: Plain(act_fn=nn.GELU("tanh")), ours("geglu_tanh")),
     "default, transformers' gelu": (lambda: Plain(act_fn=ACT2FN["gelu"]), ours("geglu")),
@@ -133,12 +133,12 @@ CASES: dict[str, tuple[Callable[[], Any], ExpertActivation | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gates_of_ones_own(case: str) -> None:
+def test_activations_of_a_user(case: str) -> None:
     make, want = CASES[case]
     assert activation_of(make()) == want
 
 
-def test_a_gate_that_is_replaced_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_activation_is_recognised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Clamped(limit=10.0)
     assert activation_of(experts) == LIMITED
     monkeypatch.setattr(Clamped, "_apply_gate", lambda self, gate_up: F.gelu(gate_up))
@@ -180,8 +180,8 @@ AROUND: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_what_is_around_changes_nothing(around: str) -> None:
-    """A mode sees nothing of it: selective checkpointing would take its operations for the model's."""
+def test_active_modes_change_nothing(around: str) -> None:
+    """No mode sees the recognition: selective checkpointing would take its operations for the model's."""
     name = ("gpt_oss", "GptOss", "GptOss")
     experts = experts_of(*name)
     _find.cache_clear()

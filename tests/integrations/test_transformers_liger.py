@@ -1,4 +1,4 @@
-"""RMSNorms and rotary embeddings of transformers models: their forms, and what `accelerate` makes of them, without liger-kernel."""
+"""RMSNorms and rotary embeddings of transformers models: their forms, and their conversion by `accelerate`, without liger-kernel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_forms_of_rms_norms() -> None:
     assert rms_norm_form(nn.LayerNorm(64)) is None
 
 
-def test_whose_kernel_computes_a_norm() -> None:
+def test_the_kernel_that_computes_a_norm() -> None:
     kind = type(model_of().model.norm)
     llama, scaled, gemma = RMSNormForm("llama", 0.0), RMSNormForm("gemma", 0.0), RMSNormForm("gemma", 1.0)
     assert [norm_kernel(kind(2048), form) for form in (llama, scaled, gemma)] == ["torch", "torch", "liger-kernel"]
@@ -165,7 +165,7 @@ def test_a_hook_sees_projections_before_rotation(hooks: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
 def test_a_converted_attention_whose_projections_are_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel writes over what selective checkpointing would give the second forward as the projections' results."""
+    """The kernel overwrites the projections' results that selective checkpointing keeps for the second forward."""
     model = model_of(family)
     want = gradients(model, **labelled())
     attention, calls = convert_with_a_kernel_that_writes(model, monkeypatch)

@@ -1,4 +1,4 @@
-"""transformers models that are frozen in MX while they are loaded, and what `save_pretrained` writes of them."""
+"""transformers models that are frozen in MX while they are loaded, and their files by `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_loading_is_quantising(source: Any, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("save_as", ["bf16", "mxfp8"])
-def test_what_is_saved(source: Any, save_as: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_files(source: Any, save_as: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load(type(source), tmp_path / "source", MXFP8Config(save_as=save_as))
     with caplog.at_level(logging.WARNING, "mxep"):
         model.save_pretrained(tmp_path / "saved")
@@ -182,7 +182,7 @@ def test_experts_in_mxfp4_that_are_not_frozen_are_dequantised(in_mxfp4: Path) ->
 
 
 @pytest.mark.parametrize("save_as", ["bf16", "mxfp8"])
-def test_what_is_saved_of_mxfp4(in_mxfp4: Path, save_as: str, tmp_path: Path) -> None:
+def test_saved_files_of_mxfp4(in_mxfp4: Path, save_as: str, tmp_path: Path) -> None:
     model = load_mxfp4(in_mxfp4, save_as=save_as)
     model.save_pretrained(tmp_path / "saved")
     again = load(GptOssForCausalLM, tmp_path / "saved")

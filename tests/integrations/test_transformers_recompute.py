@@ -1,4 +1,4 @@
-"""`RecomputeBudget`: how many layers it keeps by the peaks of steps, what it refuses, and that a model trains the same under a Trainer."""
+"""`RecomputeBudget`: the number of layers that it keeps by the peaks of steps, errors, and equal training under a Trainer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recomputed(model: nn.Module) -> list[bool]:
 def memory(
     model: nn.Module, always: float, of_a_layer: float, elsewhere: float = 0.0, size: Callable[[], float] = lambda: 1.0
 ) -> Callable[[], tuple[int, int]]:
-    """Of a step: what is always there, and with it a layer or more whose activations exist at once, or the peak of something else."""
+    """Peak memory of a step: a constant part with the activations of one or more layers, or another peak."""
 
     def measure() -> tuple[int, int]:
         kept = recomputed(model).count(False)
@@ -65,7 +65,7 @@ def test_as_many_layers_as_fit(gib: float, elsewhere: float, kept: int) -> None:
         peaks.append(budget._measure()[1] / GIB)
         budget.after_step()
     assert (budget.kept, budget.settled) == (kept, True)
-    assert max(peaks) <= max(gib, 10.0 + 1.9 * 3), "no step exceeds the limit, but for those that measure"
+    assert max(peaks) <= max(gib, 10.0 + 1.9 * 3), "no step exceeds the limit, except those that measure"
     assert recomputed(model) == [True] * (LAYERS - kept) + [False] * kept
     assert str(budget) == f"{LAYERS - kept} of 12 layers are recomputed"
 
@@ -83,7 +83,7 @@ def test_a_larger_batch_lets_more_layers_be_recomputed() -> None:
     found = budget.kept
     size = 1.0
     budget.after_step()
-    assert budget.kept == found, "what was too much once may come again"
+    assert budget.kept == found, "a batch that was too large once may come again"
 
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def python_with(*requirements: str, timeout_s: float = 300) -> list[str]:
-    """The command of a Python that has these packages; skips the test where they cannot be had."""
+    """The command of a Python that has these packages; skips the test if they cannot be installed."""
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip(f"{requirements[0]} runs in an environment of its own, which takes uv to make: pip install uv")
@@ -44,7 +44,7 @@ def python_with(*requirements: str, timeout_s: float = 300) -> list[str]:
 
 
 def commands(pages: list[Path], adapter: str) -> list[list[str]]:
-    """Options of every command of the pages' shell blocks that switches this adapter on: what stands behind `-m torchtitan.train`."""
+    """Options of every command in the pages' shell blocks that switches this adapter on: the arguments after `-m torchtitan.train`."""
     found = []
     for page in pages:
         for _, _, text in blocks(page, "bash"):

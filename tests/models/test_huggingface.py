@@ -286,7 +286,7 @@ def test_an_index_does_not_lead_out_of_its_folder(name: str, tmp_path: Path) -> 
         load_published(build(V3), tmp_path / "hf")
 
 
-def test_what_is_told_and_not_refused(tmp_path: Path) -> None:
+def test_differences_that_are_warned_of(tmp_path: Path) -> None:
     write(V3, tmp_path / "hf")
     edit(lambda c: c.update(max_position_embeddings=163840), "config.json")(tmp_path / "hf")
     with_tensors(lambda t: t.update({"model.layers.2.eh_proj.weight": torch.ones(2)}))(tmp_path / "hf")
@@ -344,7 +344,7 @@ def test_another_yarn_only_when_asked(tmp_path: Path) -> None:
     assert load_published(other, tmp_path / "hf", any_yarn=True) == []
 
 
-def test_what_cannot_be_written(tmp_path: Path) -> None:
+def test_models_that_cannot_be_written(tmp_path: Path) -> None:
     model = write(V3, tmp_path / "hf")
     with pytest.raises(ValueError, match="exists already"):
         write(V3, tmp_path / "hf")

@@ -105,7 +105,7 @@ def training_fields(shape: ModelConfig) -> dict[str, Any]:
     return {name: getattr(shape, name) for name in TRAINING_FIELDS}
 
 
-def test_deepseek_v2_rotates_pairs_whatever_its_file_says(tmp_path: Path) -> None:
+def test_deepseek_v2_rotates_pairs_for_any_rope_interleave(tmp_path: Path) -> None:
     write(build("v2_lite"), tmp_path / "v2")
     want = build("v2_lite", seed=2)
     load_published(want, tmp_path / "v2")

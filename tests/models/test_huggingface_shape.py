@@ -76,7 +76,7 @@ def test_the_hubs_files_describe_the_presets(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_we_write_is_read(name: str, tmp_path: Path) -> None:
+def test_written_configurations_are_read(name: str, tmp_path: Path) -> None:
     shape: ModelConfig = MODELS[name]
     described = json.loads(json.dumps(published_config(shape)))
     assert published_config(read_shape(write(tmp_path / "hf", described))[0]) == described
@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_our_models_lack_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_features_that_our_models_lack_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     values, change, message = REFUSED[kind]
     with pytest.raises(ValueError) as error:
         read_shape(write(tmp_path / "hf", values | change))
@@ -134,7 +134,7 @@ def test_what_our_models_lack_is_refused_by_name(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("key", ["n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "q_lora_rank"])
-def test_routing_that_a_file_does_not_say(key: str, tmp_path: Path) -> None:
+def test_routing_that_a_file_does_not_specify(key: str, tmp_path: Path) -> None:
     """transformers takes the numbers of DeepSeek-V3 for them."""
     with pytest.raises(ValueError, match=f"{key} is missing, want the number that the model was trained with"):
         read_shape(write(tmp_path / "hf", {name: value for name, value in V3.items() if name != key}))

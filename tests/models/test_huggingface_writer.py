@@ -143,8 +143,8 @@ def test_multi_token_prediction_is_converted_too(tmp_path: Path) -> None:
     assert [names[name].name for name in extra] == ["plain", "mxfp8"]
 
 
-def test_what_is_not_written(tmp_path: Path) -> None:
-    """Nothing is left behind."""
+def test_invalid_folders_are_not_written(tmp_path: Path) -> None:
+    """No file is left."""
     config = CONFIGS["qwen3"]
     model = build(config)
     model.state_dict()["layers.1.moe.experts.w2"][3, 5, 7] = torch.nan

@@ -1,4 +1,4 @@
-"""The chunked loss against the plain one: numbers, gradients, labels without a say, memory, what is refused."""
+"""The chunked loss against the plain one: numbers, gradients, ignored labels, memory, errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True), (False, False)])
-def test_only_what_is_wanted_is_computed(needed: tuple[bool, bool]) -> None:
+def test_only_requested_gradients_are_computed(needed: tuple[bool, bool]) -> None:
     """Three chunks: one product each for the loss and one for each gradient, all in forward; the weight's first one is the sum's start."""
     ours, theirs = case(64, 16, 50, torch.float64), case(64, 16, 50, torch.float64)
     for operands in (ours, theirs):
@@ -104,7 +104,7 @@ def test_without_grad_mode_only_the_loss_is_computed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_second_backward_of_a_retained_graph_gives_the_same(dtype: torch.dtype) -> None:
-    """What is kept is not scaled in place; and nothing of it is left unwritten."""
+    """Saved gradients are not scaled in place, and all of them are written."""
     hidden, weight, labels = case(64, 16, 50, dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty_like", lambda like, **options: torch.full_like(like, torch.nan, **options))

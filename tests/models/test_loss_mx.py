@@ -1,4 +1,4 @@
-"""The chunked loss with MXFP8 products: against float64, against bf16, its memory, its weight cache, what is refused."""
+"""The chunked loss with MXFP8 products: against float64, against bf16, its memory, its weight cache, errors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WGRADS = {"hp": "mxfp8_wgrad_with_hp", "mx": "mxfp8_wgrad_with_mx", "mxfp8": "mx
 def operands_of(kind: str, dtype: torch.dtype, words: int = 512, tokens: int = 300) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of width 128.
 
-    "random": logits near 1 that know nothing of the labels.  "aligned": hidden states lean to their label's row of the weight, and the
-    loss is near 1.
+    "random": logits near 1 that are independent of the labels.  "aligned": hidden states are correlated with their label's row
+    of the weight, and the loss is near 1.
     """
     hidden, weight, labels = case(tokens, 128, words, torch.float64)
     hidden, weight = hidden.detach(), weight.detach()
@@ -157,7 +157,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_only_what_is_wanted_is_computed() -> None:
+def test_only_requested_gradients_are_computed() -> None:
     """Three chunks. The weight is quantised once for each direction, hidden states once a chunk, and so is the logits' gradient."""
     counts = {(True, True): (2 + 6, 6, 3), (True, False): (2 + 6, 6, 0), (False, True): (1 + 6, 3, 3), (False, False): (1 + 3, 3, 0)}
     for needed, expected in counts.items():

@@ -1,4 +1,4 @@
-"""Published shapes: what the dataclasses count is what the modules hold, and what the papers say."""
+"""Published shapes: counts of the dataclasses are those of the modules and of the papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activation between products that run one by one, in torch's own operations, whose GELU overflows above 1e38."""
+"""The activation between separate GEMMs, by torch's own operations, whose GELU overflows above 1e38."""
 
 from __future__ import annotations
 

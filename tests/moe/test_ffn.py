@@ -1,4 +1,4 @@
-"""The expert FFN as one autograd function: errors against float64 beside those of the separate GEMMs, what it saves, how it compiles."""
+"""The expert FFN as one autograd function: errors against float64 compared with those of separate GEMMs, saved tensors, compilation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mxep.parallel import cache_quantized_weights
 from mxep.recipe import resolve_recipe
 
 P, D, H, L = 512, 256, 192, 4
-COUNTS = torch.tensor([160, 0, 96, 224])  # 32 rows of nobody's behind
+COUNTS = torch.tensor([160, 0, 96, 224])  # 32 rows of no expert at the end
 FUSED = ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_hp_floor", "mxfp8_gemm")
 MX_WGRAD = ("mxfp8_wgrad_with_mx", "mxfp8_gemm_wgrad_with_mx")
 NAMES = ("y", "dx", "dw1", "dw2", "dw3")
@@ -70,10 +70,10 @@ def test_errors_are_those_of_the_separate_gemms(recipe: str, kind: str, dtype: t
     want = truth(one, x, dy)
     if one.recipe.dispatch == "mxfp8":
         x, dy = quantize_mx(x, one.recipe.scaling_mode), quantize_mx(dy, one.recipe.scaling_mode)
-    got, beside = run(one, x, dy), run(separate, x, dy)
+    got, of_hp = run(one, x, dy), run(separate, x, dy)
     for name in NAMES:
-        assert got[name].dtype == beside[name].dtype == dtype
-        ratio = error(got[name], want[name]) / error(beside[name], want[name])
+        assert got[name].dtype == of_hp[name].dtype == dtype
+        ratio = error(got[name], want[name]) / error(of_hp[name], want[name])
         assert 1 / 1.05 <= ratio <= 1.05, f"{name}: {ratio:.3f}"
     assert not got["dw1"][1].any()
     assert not got["dw2"][1].any()
@@ -122,19 +122,19 @@ def test_saves_mx_bytes_where_wgrad_reads_them() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "student", "outliers"])
 @pytest.mark.parametrize("recipe", MX_WGRAD)
-def test_what_wgrad_from_mx_forms_costs(recipe: str, kind: str) -> None:
-    """On these data 1.03 to 1.16 times the error of the hp wgrad, 1.14 to 1.32 where x and dy are bf16; y and dx are the same."""
+def test_error_of_wgrad_from_mx_operands(recipe: str, kind: str) -> None:
+    """On these data it has 1.03 to 1.16 times the error of the hp wgrad, 1.14 to 1.32 if x and dy are bf16; y and dx are the same."""
     x, dy = rows(kind)
     other = experts({"mxfp8_wgrad_with_mx": "mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx": "mxfp8_gemm"}[recipe])
     want = truth(other, x, dy)
     if other.recipe.dispatch == "mxfp8":
         x, dy = quantize_mx(x), quantize_mx(dy)
-    got, beside = run(experts(recipe), x, dy), run(other, x, dy)
-    assert torch.equal(got["y"], beside["y"])
-    assert torch.equal(got["dx"], beside["dx"])
+    got, of_hp = run(experts(recipe), x, dy), run(other, x, dy)
+    assert torch.equal(got["y"], of_hp["y"])
+    assert torch.equal(got["dx"], of_hp["dx"])
     most = 1.18 if other.recipe.dispatch == "mxfp8" else 1.35  # bf16 x and dy: the hp wgrad has no operand that was quantised
     for name in NAMES[2:]:
-        ratio = error(got[name], want[name]) / error(beside[name], want[name])
+        ratio = error(got[name], want[name]) / error(of_hp[name], want[name])
         assert ratio <= most, f"{name}: {ratio:.3f}"
 
 
@@ -177,7 +177,7 @@ def test_in_the_layer_with_checkpointing_and_cached_weights() -> None:
         assert torch.equal(a, c)
 
 
-def test_weights_that_do_not_fit_are_named() -> None:
+def test_weights_that_do_not_fit_raise() -> None:
     x, module = rows("normal")[0], experts("mxfp8_gemm")
     offs, recipe = COUNTS.cumsum(0), module.recipe
     with pytest.raises(ValueError, match=r"want \(L, H, D\), \(L, D, H\)"):

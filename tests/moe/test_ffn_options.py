@@ -1,4 +1,4 @@
-"""The expert FFN's options: biases, joined weights in either layout, transposed storage, few or no rows, gradients that nobody wants."""
+"""The expert FFN's options: biases, joined weights in either layout, transposed storage, few or no rows, only some gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mxep.parallel import build_meshes, convert_experts, parallelize_moe
 from mxep.recipe import resolve_recipe
 
 P, D, H, L = 256, 128, 96, 4
-COUNTS = torch.tensor([96, 0, 32, 64])  # an empty expert, and 64 rows of nobody's behind
+COUNTS = torch.tensor([96, 0, 32, 64])  # an empty expert, and 64 rows of no expert at the end
 ENDS = COUNTS.cumsum(0)
 RECIPES = ("mxfp8_wgrad_with_hp", "mxfp8_gemm", "mxfp8_gemm_wgrad_with_mx")
 NAMES = ("w1", "w2", "w3", "b1", "b2", "b3")
@@ -162,8 +162,8 @@ def test_joined_weights_are_the_same_numbers(recipe: str, transposed: bool) -> N
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8", "hp"])
-def test_gradients_lie_as_the_weights_do(recipe: str) -> None:
-    """Those of weights that are stored the other way round are made so: nothing turns them for the optimizer."""
+def test_gradients_have_the_layout_of_the_weights(recipe: str) -> None:
+    """Gradients of weights that are stored transposed are made in that layout, and not transposed for the optimizer."""
     module, found = experts(recipe), list[bool]()
     x, dy = (value.dequantize() if isinstance(value, MXTensor) else value for value in rows(recipe))
     weights = [getattr(module, name).detach() for name in ("w1", "w2")]
@@ -184,18 +184,18 @@ def test_gradients_lie_as_the_weights_do(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_rows(recipe: str) -> None:
     module = experts(recipe)
-    for count in (0, 32):  # none at all, and some of nobody's
+    for count in (0, 32):  # no rows, and rows of no expert
         x = torch.full((count, D), torch.nan, dtype=torch.bfloat16)
         x = (x if resolve_recipe(recipe).dispatch == "hp" else quantize_mx(x)).requires_grad_()
         y = module(x, torch.zeros_like(COUNTS))
         assert y.shape == (count, D)
-        assert not y.any(), "a bias is for the rows of its expert"
+        assert not y.any(), "a bias is added to the rows of its expert only"
         for grad in torch.autograd.grad(y.sum(), (x, *module.parameters())):
             assert not grad.any()
 
 
 class Calls(TorchDispatchMode):
-    """What `activate` and `activate_backward` are asked for, and which GEMMs run."""
+    """Records the requested forms of `activate` and `activate_backward`, and the GEMMs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def wanted() -> Iterator[tuple[str, tuple[str, ...], tuple[str, str], int]]:
 
 
 @pytest.mark.parametrize(("recipe", "leaves", "forms", "gemms"), list(wanted()))
-def test_nothing_is_computed_that_nobody_wants(recipe: str, leaves: tuple[str, ...], forms: tuple[str, str], gemms: int) -> None:
+def test_only_requested_gradients_are_computed(recipe: str, leaves: tuple[str, ...], forms: tuple[str, str], gemms: int) -> None:
     module, (x, dy) = experts(recipe), rows(recipe)
     every = grads(module(x.requires_grad_(), COUNTS), dy, x, *(getattr(module, name) for name in NAMES))
     want = dict(zip(("y", "x", *NAMES), every, strict=True))
@@ -247,7 +247,7 @@ def test_nothing_is_computed_that_nobody_wants(recipe: str, leaves: tuple[str, .
 
 @pytest.mark.parametrize("granularity", MAX_SPREAD)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_activation_rebases_what_an_fp8_gemm_reads(recipe: str, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_activation_rebases_the_operands_of_fp8_gemms(recipe: str, granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """h and the gradient of gate and up, as on Hopper; no gradient of a weight reads these."""
     monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity=granularity))
     monkeypatch.setattr(GemmOptions, "rebased", granularity)
@@ -270,7 +270,7 @@ def test_the_activation_rebases_what_an_fp8_gemm_reads(recipe: str, granularity:
     assert error(got["y"], want["y"]) < 1e-3
     assert error(got["x"], want["x"]) < 1e-3
     assert all(torch.equal(got[name], want[name]) for name in NAMES)
-    assert held == [None, None], "memory that only dgrad read"
+    assert held == [None, None], "memory that only dgrad reads"
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -343,7 +343,7 @@ def test_biases_are_sharded_with_their_experts() -> None:
     run_ranks(biased_ranks, 2)
 
 
-def test_weights_that_do_not_fit_are_named() -> None:
+def test_weights_that_do_not_fit_raise() -> None:
     module, x = experts(), rows("mxfp8_gemm")[0]
     w1, w2, w3, b1 = module.w1, module.w2, module.w3, module.b1
     for given, text in (
@@ -378,7 +378,7 @@ def test_shared_experts_have_the_form_of_the_layer() -> None:
     assert MoE(config, "hp").experts.swiglu == config.swiglu == CLAMPED
 
 
-def test_forms_that_are_none() -> None:
+def test_invalid_forms_of_swiglu() -> None:
     for limit in (0.0, -1.0):
         with raises_naming("SwiGLU: limit=", "want a limit above 0"):
             MoEConfig(D, H, L, 2, swiglu_limit=limit)

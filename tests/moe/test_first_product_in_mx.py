@@ -1,4 +1,4 @@
-"""The first product kept in MX: the same outputs, gradients of its quantised values stop by stop, what that costs, bytes."""
+"""The first product kept in MX: the same outputs, gradients of its quantised values block by block, their errors, saved bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokens(count: int, width: int = D) -> tuple[Tensor, Tensor]:
 def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, mode: str) -> None:
     """Nothing but the first product's own rounding: with its values in place of the bytes the activation gives the same bits.
 
-    Against float64 of the unquantised product that rounding, 2.6% of a value, shows in every gradient, and no stop adds to it.
+    Against float64 of the unquantised product that rounding, 2.6% of a value, shows in every gradient, and no other operation adds to it.
     """
     generator = torch.Generator().manual_seed(3)
     form = SwiGLU(1.0, 1.702, 1.0) if name == "clamped" else SwiGLU()
@@ -56,12 +56,12 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
     assert found.keys() == of_values.keys()
     for part, got in found.items():
         assert_same(got, of_values[part], part)
-        most = 0.2 if name == "clamped" else 0.08  # where rounding moves a value over the limit, its gradient comes or goes whole
+        most = 0.2 if name == "clamped" else 0.08  # if rounding moves a value across the limit, its gradient appears or vanishes
         assert 0.005 < error(got, unquantised[part].double()) < most, part
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES])
-def test_outputs_are_the_same_and_gradients_near(recipe: str) -> None:
+def test_outputs_are_equal_and_gradients_are_close(recipe: str) -> None:
     """Error against float64 over that with the product kept as it is: what docs/numerics.md says; in high precision all there is."""
     moe = make(FusedMoE, recipe, dim=128, expert_biases=True)
     x, dy = tokens(600, 128)
@@ -79,27 +79,27 @@ def test_outputs_are_the_same_and_gradients_near(recipe: str) -> None:
         assert_same(got, found[name], name)
 
 
-def test_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     moe = make(FusedMoE, "mxfp8_wgrad_with_mx")
     x, _ = tokens(160)
     kept = saved_bytes(moe(x))
     moe.runtime = IN_MX
-    places, rest = divmod(kept["first product"], 2 * H * 2)
+    rows, rest = divmod(kept["first product"], 2 * H * 2)
     assert rest == 0
-    assert saved_bytes(moe(x)) == kept | {"first product": places * 2 * H * 33 // 32}
+    assert saved_bytes(moe(x)) == kept | {"first product": rows * 2 * H * 33 // 32}
     asked, activate = [], expert_mlp.activate
     monkeypatch.setattr(expert_mlp, "activate", lambda *args: (asked.append(args[-1]), activate(*args))[1])
     moe(x)
     with torch.no_grad():
         moe(x)
-    assert asked == ["rceil", ""], "nothing is kept in inference"
+    assert asked == ["rceil", ""], "nothing is saved in inference"
 
 
 @pytest.mark.usefixtures("poison")
 def test_few_tokens_and_frozen_parts() -> None:
     for count in (0, 1, 33):
         moe = make(FusedMoE, "mxfp8_wgrad_with_mx")
-        moe.expert_bias[-2:] = -10  # two experts that nobody chooses
+        moe.expert_bias[-2:] = -10  # two experts without tokens
         moe.runtime = IN_MX
         x, dy = tokens(count)
         found = walk(moe, x, dy)
@@ -111,7 +111,7 @@ def test_few_tokens_and_frozen_parts() -> None:
         assert_same(alone, found["experts.w3"])
 
 
-def test_wrong_input_is_named() -> None:
+def test_wrong_input_is_an_error() -> None:
     x, w1, w2 = torch.randn(5, 32), torch.randn(2, 96, 32), torch.randn(2, 32, 48)
     with raises_naming("H = 48", "multiple of 32"):
         fused_moe(x, torch.randn(2, 32), w1, None, w2, None, 1, 2, IN_MX, group="", recipe="hp")

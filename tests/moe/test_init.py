@@ -1,4 +1,4 @@
-"""First weights of sharded models: the numbers of the whole, the memory of a share."""
+"""Initial weights of sharded models: the values of the whole model, the memory of one shard."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_a_rank_draws_its_part_and_holds_no_more(degrees: ParallelDims) -> None:
     share = sum(local.nbytes for local, _ in parts.values())
     assert share < 1.1 * 4 * shape.parameters()[0] * degrees.replicate / 8
     largest = max((parameter.shape for parameter in whole.parameters()), key=lambda shape: shape.numel())
-    drawing = most_memory(lambda: torch.nn.init.trunc_normal_(torch.empty(largest)))  # in place, or with what torch makes beside it
+    drawing = most_memory(lambda: torch.nn.init.trunc_normal_(torch.empty(largest)))  # in place, or with torch's temporary tensors
     assert highest < share + max(drawing, 2 * 4 * largest.numel()) + 2**20

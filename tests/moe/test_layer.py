@@ -1,4 +1,4 @@
-"""The MoE layer in one process: against a dense computation token by token, and what it keeps, counts and forgets."""
+"""The MoE layer in one process: against a dense computation token by token, saved tensors, loads, copies."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_bias_and_load_stay_float32_and_copies_work() -> None:
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])
 def test_a_layer_that_was_made_without_memory_starts_with_no_load(kind: type[MoE]) -> None:
-    """tokens_per_expert is in no state_dict: to_empty would leave in it what memory held, and the expert bias would follow that."""
+    """tokens_per_expert is in no state_dict: to_empty would leave it uninitialised, and the expert bias would follow that."""
     moe = make(num_shared_experts=1)
     moe.expert_bias += 1
     with torch.device("meta"):
@@ -323,7 +323,7 @@ def test_weights_are_drawn_from_the_generator() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sum_over_choices_keeps_rows_as_they_came(dtype: torch.dtype) -> None:
-    """The numbers of the plain computation in float32; what is kept is the rows in their own dtype, where they are, and the scores."""
+    """The numbers of the plain computation in float32; saved are the rows in their own dtype, their positions, and the scores."""
     moe, generator = make(seed=0), torch.Generator().manual_seed(1)
     rows, scores = torch.randn(150, 64, generator=generator).to(dtype), torch.rand(50, 3, generator=generator)
     order, slots = torch.randperm(150, generator=generator).int(), torch.empty(150, dtype=torch.int64)

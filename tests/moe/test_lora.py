@@ -1,4 +1,4 @@
-"""Adapters beside the experts' GEMMs: outputs and gradients against dense float64, without a matrix of a weight's size."""
+"""Adapters of the experts' GEMMs: outputs and gradients against dense float64, without a matrix of a weight's size."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_gradients_against_float64(recipe: str, least: float, rank: int) -> None
     assert got["a1"][3].count_nonzero() == got["b2"][3].count_nonzero() == 0
 
 
-def test_the_activation_rebases_what_an_fp8_gemm_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_activation_rebases_the_operands_of_fp8_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     """h rebased for the down projection and in high precision for the adapter, as on Hopper."""
     monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity="auto"))
     monkeypatch.setattr(GemmOptions, "rebased", "auto")
@@ -91,7 +91,7 @@ def test_the_activation_rebases_what_an_fp8_gemm_reads(monkeypatch: pytest.Monke
         assert sqnr(want, got[name]) > 45, name
 
 
-def test_beside_trained_weights() -> None:
+def test_adapters_of_trained_weights() -> None:
     given, dy = case(), draw(T, D, seed=20)
     want, got = truth(given, dy), ours(given, dy, "hp", freeze=False)
     assert set(got) == set(want)
@@ -163,7 +163,7 @@ class _Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize(("rank", "launches"), [(8, {"add_group_lora": 4}), (FUSED_RANK, {"group_lora_inner": 4})])
 def test_adapters_add_no_pass_over_gathered_rows(rank: int, launches: dict[str, int]) -> None:
-    """Beside a frozen base: one launch for each GEMM, two small products for gradients, and rows that are read through their maps."""
+    """With a frozen base: one launch for each GEMM, two small products for gradients, and rows that are read through their maps."""
     with _Operators() as operators:
         ours(case(rank), draw(T, D, seed=20), "mxfp8_wgrad_with_hp", freeze=True)
     calls = operators.calls

@@ -223,7 +223,7 @@ def test_sizes_that_are_no_whole_numbers(changes: dict) -> None:
 
 
 class LowRank(nn.Module):
-    """What an adapter puts in a linear layer's place: its weight is the layer's, its output is not."""
+    """An adapter in place of a linear layer: it has the layer's weight, but not its output."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def test_what_stands_in_the_gates_place_and_around_it_runs() -> None:
+def test_hooks_and_replacements_of_the_gate_run() -> None:
     router, tokens, seen = Router(config()), torch.randn(5, 32), []
     plain = router(tokens).scores
     router.gate.register_forward_hook(lambda module, inputs, logits: seen.append(logits.shape))
@@ -266,7 +266,7 @@ def best_two(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_the_product_is_in_float32_whatever_the_dtypes_around_it() -> None:
-    """Tokens in bf16, autocast, a hook on the gate or an adapter in its place: experts that tie in bf16 are told apart."""
+    """Tokens in bf16, autocast, a hook on the gate or an adapter in its place: experts that tie in bf16 are distinguished."""
     tokens, weight = nearly_tied()
     want = best_two(tokens, weight)
     for hooked in (False, True):

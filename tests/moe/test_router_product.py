@@ -1,4 +1,4 @@
-"""The router's product and its gradients against float64, whichever way they are made, and what is kept for them."""
+"""The router's product and its gradients against float64, by every implementation, and the tensors saved for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""start_on_side_stream without a second stream: on a CPU the work is done first, once, with its gradient."""
+"""start_on_side_stream without a second stream: on a CPU the work runs at once, one time, with its gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mxep.moe import side_stream as home
+from mxep.moe import side_stream
 from mxep.moe.experts import SharedExperts
 from mxep.moe.side_stream import start_on_side_stream
 from mxep.parallel import ColumnShards, GatheredRegion, RowShards
@@ -48,7 +48,7 @@ def test_weights_that_are_freed_or_summed_inside_stay_on_the_current_stream(monk
             return True
         return False
 
-    monkeypatch.setattr(home, "_second_stream", second_stream)
+    monkeypatch.setattr(side_stream, "_second_stream", second_stream)
     monkeypatch.setattr(nn.Module, "__call__", lambda module, x: x)
     with FakeTensorMode():
         x = torch.empty(4, 64, device="cuda")

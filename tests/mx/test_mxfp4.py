@@ -71,6 +71,6 @@ def test_rows_that_a_rebase_changes_are_counted() -> None:
         (torch.zeros(2, 4, 16, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.uint8), r"want blocks \(..., D/32, 16\)"),
     ],
 )
-def test_what_is_no_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, message: str) -> None:
+def test_invalid_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mxfp4_to_mxfp8(blocks, scales)

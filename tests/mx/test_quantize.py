@@ -173,7 +173,7 @@ def test_packed_records(width: int) -> None:
     into = torch.full((x.shape[0] + 2, records.shape[1]), 0xA5, dtype=torch.uint8)
     torch.ops.mxep.quantize_packed_into(x, into[1:-1], "rceil")
     assert torch.equal(into[1:-1], records)
-    assert (into[[0, -1]] == 0xA5).all(), "nothing beside"
+    assert (into[[0, -1]] == 0xA5).all(), "no byte after the record is written"
     for wrong in (into, into[1:-1, :-16], into[1:-1].float(), into[1:-1].to("meta")):
         with pytest.raises(ValueError, match=r"quantize_packed_into: records are .*, want .* uint8, contiguous"):
             reference.quantize_packed_into(x, wrong, "rceil")
@@ -181,7 +181,7 @@ def test_packed_records(width: int) -> None:
     values = torch.full((x.shape[0] + 2, width), torch.nan)
     torch.ops.mxep.dequantize_packed_into(records, values[1:-1])
     assert torch.equal(values[1:-1], reference.dequantize(qdata, scale, torch.float32))
-    assert values[[0, -1]].isnan().all(), "nothing beside"
+    assert values[[0, -1]].isnan().all(), "no byte after the record is written"
     with pytest.raises(ValueError, match=r"dequantize_packed_into: records are .*, want .* uint8, contiguous"):
         reference.dequantize_packed_into(records[:, :-16], values[1:-1])
     assert records.shape == (7, record_bytes(width))

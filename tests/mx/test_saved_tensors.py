@@ -1,4 +1,4 @@
-"""MX tensors through pickle, torch.save and deepcopy: the same bytes, strides and sharing; whatever else a file holds is refused."""
+"""MX tensors through pickle, torch.save and deepcopy: the same bytes, strides and sharing; files with other contents are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensors() -> dict[str, MXTensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", tensors())
-def test_it_comes_back(way: str, name: str) -> None:
+def test_round_trips(way: str, name: str) -> None:
     mx = tensors()[name]
     back = WAYS[way]({"mx": mx, "again": mx, "other": [1, torch.ones(2)]})
     assert back["mx"] is back["again"]

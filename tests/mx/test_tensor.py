@@ -1,4 +1,4 @@
-"""MXTensor: what it keeps, what dequantises, what it refuses, and its way through autograd."""
+"""MXTensor: its attributes, operations that keep MX, that dequantise and that raise, and autograd."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_kept_in_mx(op) -> None:
         lambda t: t.new_zeros(3),
     ],
 )
-def test_everything_else_sees_the_values(op) -> None:
+def test_other_operations_dequantise(op) -> None:
     t = mx()
     got, want = op(t), op(t.dequantize())
     assert type(got) is torch.Tensor

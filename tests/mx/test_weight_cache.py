@@ -1,4 +1,4 @@
-"""Weights quantised once per optimizer step: the numbers of quantising them in every call, however the weights came to change."""
+"""Weights quantised once per optimizer step: the numbers of quantising them in every call, by whatever the weights change."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Run:
         self.optimizer = build_optimizer(self.net, 1e-2, 0.1)
         self.cache = cache_quantized_weights(self.net, self.optimizer) if cached else None
 
-    def step(self, passes: list[list[Tensor]], rank: int) -> Tensor:
-        total = sum(len(x) for ranks in passes for x in ranks)
+    def step(self, microbatches: list[list[Tensor]], rank: int) -> Tensor:
+        total = sum(len(x) for ranks in microbatches for x in ranks)
         losses = []
-        for ranks in passes:
+        for ranks in microbatches:
             losses.append(objective(self.net, ranks[rank], total))
             losses[-1].backward()
         self.optimizer.step()
@@ -64,7 +64,7 @@ def scale(tensors: list[Tensor]) -> None:
 
 def cached_ranks(rank: int, world: int) -> None:
     meshes = build_meshes(world, 2, "cpu")
-    passes = batches(world)
+    microbatches = batches(world)
     for reshard, recompute, accumulate, fused in (
         *((True, False, 1, True), (False, False, 2, True), (True, True, 2, True), (False, True, 1, True)),
         *((True, True, 2, False), (False, False, 1, False)),
@@ -73,14 +73,14 @@ def cached_ranks(rank: int, world: int) -> None:
         cached, plain = (Run(meshes, is_cached, reshard, recompute, fused) for is_cached in (True, False))
         assert cached.cache is not None
         for step in range(STEPS):
-            batch = [passes[(step + i) % 2] for i in range(accumulate)]
+            batch = [microbatches[(step + i) % 2] for i in range(accumulate)]
             assert torch.equal(cached.step(batch, rank), plain.step(batch, rank)), (kind, step)
             assert cached.cache.fills == 2 * FORMS[fused] * (step + 1), (kind, "each form once a step")
         assert_equal(cached, plain, kind)
-        check_other_changes(cached, plain, passes, rank)
+        check_other_changes(cached, plain, microbatches, rank)
 
 
-def check_other_changes(cached: Run, plain: Run, passes: list[list[Tensor]], rank: int) -> None:
+def check_other_changes(cached: Run, plain: Run, microbatches: list[list[Tensor]], rank: int) -> None:
     """Between a forward that fills the cache and the next step: load_state_dict, edits in place, edits of the local tensors."""
     halves = {name: 0.5 * value for name, value in plain.net.state_dict().items()}
     for change in (
@@ -91,13 +91,13 @@ def check_other_changes(cached: Run, plain: Run, passes: list[list[Tensor]], ran
         outs = []
         for run in (cached, plain):
             with torch.no_grad():
-                before = run.net(passes[0][rank])
+                before = run.net(microbatches[0][rank])
             change(run)
             with torch.no_grad():
-                outs.append(run.net(passes[0][rank]))
+                outs.append(run.net(microbatches[0][rank]))
             assert not len(before) or not torch.equal(before, outs[-1])
         assert torch.equal(*outs)
-        assert torch.equal(cached.step([passes[1]], rank), plain.step([passes[1]], rank))
+        assert torch.equal(cached.step([microbatches[1]], rank), plain.step([microbatches[1]], rank))
     assert_equal(cached, plain, "after other changes")
 
 
@@ -132,7 +132,7 @@ def test_kept_for_one_step(fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_filling_records_and_saves_nothing(fused: bool) -> None:
-    """Forward fills, the recomputation finds: checkpointing counts the tensors that both save."""
+    """Forward fills the cache, the recomputation reads it: checkpointing compares the tensors that both save."""
     moe, _, cache = layer(fused=fused)
     x = torch.randn(40, 64, requires_grad=True)
     out = checkpoint(moe, x, use_reentrant=False)
@@ -142,7 +142,7 @@ def test_filling_records_and_saves_nothing(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_change_behind_the_back_is_an_error_in_checking_mode(fused: bool) -> None:
+def test_an_unseen_change_is_an_error_in_checking_mode(fused: bool) -> None:
     moe, _, cache = layer(fused=fused)
     x = torch.randn(40, 64)
     moe(x)
@@ -157,7 +157,7 @@ def test_a_change_behind_the_back_is_an_error_in_checking_mode(fused: bool) -> N
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_other_weights_in_the_parameters_place_are_not_served_their_bytes(monkeypatch, fused: bool, checked: bool) -> None:
+def test_weights_that_replace_the_parameters_do_not_get_their_cached_bytes(monkeypatch, fused: bool, checked: bool) -> None:
     """torch.func.functional_call, as averaged weights are tried out: of the same shapes and versions, forward and backward."""
     monkeypatch.setattr(weight_cache, "checking", lambda _: checked)  # off, as it is on GPUs
     (moe, _, cache), (plain, *_) = layer(fused=fused), layer(fused=fused)
@@ -219,7 +219,7 @@ def test_copies_have_no_cache(copied) -> None:
     assert cache.fills == fills
 
 
-def test_other_dtypes_and_modes_have_a_place_of_their_own() -> None:
+def test_other_dtypes_and_modes_have_entries_of_their_own() -> None:
     moe, _, cache = layer()
     x = torch.randn(40, 64)
     moe(x)

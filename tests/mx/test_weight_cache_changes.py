@@ -1,4 +1,4 @@
-"""Changes of weights that nobody tells the cache, without checking, as on a GPU: of plain parameters, EP shards and FSDP's shards."""
+"""Changes of weights that the cache is not told of, without checking, as on a GPU: of plain parameters, EP shards and FSDP's shards."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def assert_serves_the_weights_of_now(moe: MoE, cache: WeightCache, change: Calla
     x = tokens()
     before, fills = outputs(moe, x), cache.fills
     outputs(moe, x)
-    assert cache.fills == fills, "what has not changed is kept"
+    assert cache.fills == fills, "unchanged weights stay cached"
     change(moe)
     found = outputs(moe, x)
     assert cache.fills > fills
@@ -160,8 +160,8 @@ def test_dcp_load_into_a_state_dict(kind: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("change", [exchange, replace])
 @pytest.mark.parametrize("kind", ["plain", "ep"])
-def test_other_tensors_in_the_parameters_places(kind: str, change: Callable[[MoE], object]) -> None:
-    """FSDP is not here: it goes on with its own memory."""
+def test_tensors_that_replace_the_parameters(kind: str, change: Callable[[MoE], object]) -> None:
+    """Without FSDP, which keeps using its own memory."""
     moe, cache = make(kind)
     assert_serves_the_weights_of_now(moe, cache, change)
     moe.experts.keep_quantized(cache)
@@ -225,10 +225,10 @@ def test_optimizers_of_which_one_was_passed() -> None:
     router, experts = (torch.optim.AdamW(part.parameters(), fused=True) for part in (moe.router, moe.experts))
     with pytest.raises(ValueError, match=r"experts\.w1 and 2 more weights belong to none of the 1 optimizers, .*; pass all optimizers"):
         cache_quantized_weights(moe, router)
-    assert not moe.experts._kept, "and nothing is kept"
+    assert not moe.experts._kept, "and nothing is cached"
     assert isinstance(cache_quantized_weights(moe, router, experts), WeightCache)
     moe.experts.requires_grad_(False)
-    assert isinstance(cache_quantized_weights(moe, router), WeightCache), "frozen weights belong to nobody"
+    assert isinstance(cache_quantized_weights(moe, router), WeightCache), "frozen weights belong to no optimizer"
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -270,7 +270,7 @@ def test_a_compiled_optimizer_step() -> None:
     torch._dynamo.reset()
 
 
-def test_a_model_that_is_gone_leaves_nothing() -> None:
+def test_a_deleted_model_leaves_no_memory() -> None:
     moe, cache = make("plain")
     outputs(moe, tokens())
     gone = weakref.ref(cache)
@@ -332,7 +332,7 @@ def test_a_capture_neither_reads_nor_fills(monkeypatch: pytest.MonkeyPatch, kind
     assert fills
     for part in (module, plain):
         for parameter in part.parameters():
-            parameter.data.mul_(2)  # which nothing but the weight itself can show
+            parameter.data.mul_(2)  # only the weight itself shows it
     plain_cache.advance()
     with monkeypatch.context() as capture:
         capture.setattr(weight_cache, "is_capturing", lambda: True)

@@ -42,7 +42,7 @@ class _Driver:
 
 
 class _NoVariant:
-    """What a launch returns here: there is no variant to launch."""
+    """The result of a launch: there is no variant to launch."""
 
     run = None
 
@@ -51,7 +51,7 @@ class _NoVariant:
 
 
 def _compile_instead(run=jit.JITFunction.run) -> dict[int, tuple[str, CompiledKernel]]:
-    """Make launches compilations; returns the dict in which each compiled kernel will stand with its name."""
+    """Make launches compile only; returns a dict that will have each compiled kernel by its name."""
     compiled_kernels: dict[int, tuple[str, CompiledKernel]] = {}
 
     def compile_only(self, *args, grid, warmup, **options) -> _NoVariant:
@@ -110,9 +110,9 @@ def _launch_all() -> None:
         kernels.reduce_rows(x, index[:64].view(8, 8), None, torch.zeros(8, 8))
         kernels.reduce_rows_backward(x[:8], x, index[:64].view(8, 8), torch.zeros(8, 8))
         kernels.reduce_rows_backward(x[:8], x.float(), index[:64].view(8, 8), torch.zeros(8, 8))
-        window, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(12, width, dtype=torch.int16)
-        kernels.reduce_rows_chunk(x, index.view(12, 8), index[:64], window, x[:12], carry)
-        kernels.reduce_rows_chunk(x.float(), index.view(12, 8), index[:64], window, x[:12].float())
+        chunk, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(12, width, dtype=torch.int16)
+        kernels.reduce_rows_chunk(x, index.view(12, 8), index[:64], chunk, x[:12], carry)
+        kernels.reduce_rows_chunk(x.float(), index.view(12, 8), index[:64], chunk, x[:12].float())
     kernels.permute_indices(torch.zeros(256, dtype=torch.int64), 8, 32, 32, 4096)
     offs = torch.zeros(8, dtype=torch.int32)
     experts = torch.zeros(300, 6, dtype=torch.int64)

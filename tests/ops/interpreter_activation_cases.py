@@ -22,10 +22,10 @@ interpreter_repairs.apply()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (33, 96), (9, 416), (0, 64)])
 def test_bytes(rows: int, width: int, mode: str, layout: str):
-    """NumPy's exp is not torch's: a value beside a rounding boundary may fall to the other side, all others are equal."""
+    """NumPy's exp is not torch's: a value near a rounding boundary may be rounded the other way, all others are equal."""
     cases = gate_up(BF16, rows, width) | (strided_views(torch.randn(67, 1025)) if width == 96 else {})
     for name, (_, x) in cases.items():
-        ours, expected = (home.activate(x, layout, mode) for home in (kernels, reference))
+        ours, expected = (impl.activate(x, layout, mode) for impl in (kernels, reference))
         assert_off_by_one_at_most(ours, expected, name)
 
 
@@ -41,11 +41,11 @@ def assert_off_by_one_at_most(ours: Sequence[torch.Tensor], expected: Sequence[t
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_bias(dtype: torch.dtype, layout: str):
-    ends = torch.tensor([3, 3, 17, 24, 29])  # an empty group, and rows of nobody's
+    ends = torch.tensor([3, 3, 17, 24, 29])  # an empty group, and rows of no group
     bias = torch.randn(5, 192).to(BF16)
     for name, (_, x) in gate_up(dtype, 33, 96).items():
         for options in ((None, None), (bias, ends)):
-            ours, expected = (home.activate(x, layout, "rceil", False, *options) for home in (kernels, reference))
+            ours, expected = (impl.activate(x, layout, "rceil", False, *options) for impl in (kernels, reference))
             assert_off_by_one_at_most(ours, expected, name)
 
 
@@ -57,20 +57,20 @@ def test_scores(layout: str):
     scores = torch.rand(33)
     scores[5] = 0
     for options in ((None, None, scores), (bias, ends, scores)):
-        ours, expected = (home.activate(x, layout, "rceil", False, *options) for home in (kernels, reference))
+        ours, expected = (impl.activate(x, layout, "rceil", False, *options) for impl in (kernels, reference))
         assert_off_by_one_at_most(ours, expected, layout)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_what_it_reads(dtype: torch.dtype, layout: str):
-    """x in MX is the quantiser's bytes, without the bias that h has."""
+def test_quantised_x(dtype: torch.dtype, layout: str):
+    """x in MX has the quantiser's bytes, without the bias that h has."""
     ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
     for name, (_, x) in gate_up(dtype, 33, 416).items():
         for options in ((None, None), (bias, ends)):
             given = x, layout, "rceil", False, *options, torch.rand(33)
-            ours, expected = (home.activate(*given, quantize_x=True) for home in (kernels, reference))
+            ours, expected = (impl.activate(*given, quantize_x=True) for impl in (kernels, reference))
             for got, want in zip(ours[2:], expected[2:], strict=True):
                 assert_same_bytes(got, want, name)
             for got, want in zip(ours[:2], expected[:2], strict=True):
@@ -93,11 +93,11 @@ def test_what_it_reads(dtype: torch.dtype, layout: str):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_high_precision(dtype: torch.dtype, layout: str):
-    """The interpreter's exp is another one: a rounding step of float32 beside the reference, before h is rounded to x's dtype."""
+    """The interpreter's exp differs from torch's by a rounding step of float32, before h is rounded to x's dtype."""
     ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
     for name, (_, x) in gate_up(dtype, 33, 416).items():
         for options in ((None, None), (bias, ends), (bias, ends, torch.rand(33))):
-            got, want = (home.activate(x, layout, "rceil", False, *options, h="hp")[0] for home in (kernels, reference))
+            got, want = (impl.activate(x, layout, "rceil", False, *options, h="hp")[0] for impl in (kernels, reference))
             assert (got.shape, got.dtype) == ((33, 416), dtype)
             torch.testing.assert_close(got, want, rtol=2**-7 if dtype == BF16 else 1e-6, atol=1e-30, equal_nan=True, msg=name)
     assert kernels.activate(x[:0], layout, "rceil", h="hp")[0].shape == (0, 416)
@@ -107,7 +107,7 @@ def test_high_precision(dtype: torch.dtype, layout: str):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_function(function: str, layout: str):
-    """The interpreter's erf is another one, too: where 1 + erf cancels, a share of 1e-7 stands beside none."""
+    """The interpreter's erf differs, too: where 1 + erf cancels, one of the two may have a factor of 1e-7 and the other 0."""
     ends, scores, how = torch.tensor([3, 3, 17, 24, 29]), torch.rand(33), FUNCTIONS[function]
     for name, case in gate_up(BF16, 33, 96).items():
         if name == "wild" and function == "geglu":  # there it is times an infinite up
@@ -115,12 +115,12 @@ def test_every_function(function: str, layout: str):
         _, x = cut(*case, how)
         least = 1e-7 * float(x.float().nan_to_num(0, 0, 0).abs().max()) ** 2 if function == "geglu" else 1e-30
         for options in ((None, None, None), (torch.randn(5, x.shape[1]).to(BF16), ends, scores)):
-            ours, expected = (home.activate(x, layout, "rceil", False, *options, **how) for home in (kernels, reference))
+            ours, expected = (impl.activate(x, layout, "rceil", False, *options, **how) for impl in (kernels, reference))
             assert_off_by_one_at_most(ours, expected, name)
-            ours, expected = (home.activate(x, layout, "rceil", False, *options, **how, h="hp")[0] for home in (kernels, reference))
+            ours, expected = (impl.activate(x, layout, "rceil", False, *options, **how, h="hp")[0] for impl in (kernels, reference))
             torch.testing.assert_close(ours, expected, rtol=2**-7, atol=least, equal_nan=True, msg=name)
             ours, expected = (
-                home.activate(x, layout, "rceil", False, *options, **how, quantize_x=True)[2:] for home in (kernels, reference)
+                impl.activate(x, layout, "rceil", False, *options, **how, quantize_x=True)[2:] for impl in (kernels, reference)
             )
             for got, want in zip(ours, expected, strict=True):
                 assert_same_bytes(got, want, name)

@@ -132,7 +132,7 @@ def test_reduce_rows(rows: int, width: int, sums: int, slots: int, dtype: torch.
     index = index if rows else index * 0 - 1
     for added in (None, torch.randn(sums, width), torch.randn(width, sums).t().bfloat16()):
         for weights in (None, torch.randn(slots, sums).t()):
-            got, want = (home.reduce_rows(values, index, added, weights) for home in (kernels, reference))
+            got, want = (impl.reduce_rows(values, index, added, weights) for impl in (kernels, reference))
             assert_same_bytes(got, want, f"weights {weights is not None}")
 
 
@@ -142,11 +142,11 @@ def test_reduce_rows(rows: int, width: int, sums: int, slots: int, dtype: torch.
     ("sums", "slots", "width"), [(9, 3, 96), (1, 1, 2056), (5, 8, 7), (70, 2, 1056), (6, 5, 64), (0, 2, 32), (3, 2, 0), (4, 0, 32)]
 )
 def test_reduce_rows_backward(sums: int, slots: int, width: int, dtype: torch.dtype):
-    """Rows' gradients by bytes; those of weights are sums in another order."""
+    """Gradients of rows by bytes; those of weights are sums in another order."""
     rows, weights = torch.randn(sums * slots, width + 3).to(dtype)[:, 1 : 1 + width], torch.randn(slots, sums).t()
     index = torch.randperm(sums * slots).int().view(sums, slots)
     for grad in (torch.randn(sums, width).to(dtype), torch.randn(width, sums).t(), torch.randn(()).expand(sums, width).bfloat16()):
-        got, want = (home.reduce_rows_backward(grad, rows, index, weights) for home in (kernels, reference))
+        got, want = (impl.reduce_rows_backward(grad, rows, index, weights) for impl in (kernels, reference))
         assert_same_bytes(got[0], want[0])
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-4)
 
@@ -172,7 +172,7 @@ def test_permute_indices_worked_example():
 
 @settings(deadline=None, max_examples=25)
 @given(st.data())
-def test_permute_indices_and_the_way_back(data: st.DataObject):
+def test_permute_indices_and_their_inverse(data: st.DataObject):
     ranks, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     alignment = data.draw(st.sampled_from([1, 4, 32]))
     counts = torch.tensor(data.draw(st.lists(st.sampled_from([0, 0, 1, 2, 31, 33]), min_size=ranks * experts, max_size=ranks * experts)))
@@ -235,7 +235,7 @@ def test_grouped_gemms_in_float32(ends: list[int], a_dtype: torch.dtype, b_dtype
     torch.testing.assert_close(into, want, rtol=1e-5, atol=1e-4)
     skipped = kernels.grouped_mm_hp(a, b, offs, out_dtype, "skip")
     assert torch.equal(skipped[: ends[-1]], out[: ends[-1]])
-    assert skipped[ends[-1] :].isnan().all(), "poison that nobody wrote over"
+    assert skipped[ends[-1] :].isnan().all(), "rows past the last end are not written"
     filled = torch.full(wgrad.shape, torch.nan, dtype=out_dtype)
     kernels.grouped_wgrad_hp(grad, a, offs, out_dtype, filled)
     assert filled[sizes == 0].isnan().all()
@@ -322,16 +322,16 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match="reduce_rows_backward: " + message):
             kernels.reduce_rows_backward(*arguments)
-    window, out = torch.zeros(2, dtype=torch.int32), torch.zeros(3, 64)
+    chunk, out = torch.zeros(2, dtype=torch.int32), torch.zeros(3, 64)
     slots, row_map = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for arguments, message in (
-        ((x, slots, row_map, window, out[:2]), r"out is \(2, 64\)"),
-        ((x, slots, row_map[:3], window, out), r"row_map is \(3,\)"),
-        ((x, slots, row_map.long(), window, out), "row_map is .* torch.int64"),
-        ((x, slots, row_map, window.long(), out), "chunk is"),
-        ((x, slots, row_map, window, out, out), "carry is"),
-        ((x.bfloat16(), slots, row_map, window, out.bfloat16()), "carry is None"),
-        ((x, slots.long(), row_map, window, out), "want .P, D. bfloat16"),
+        ((x, slots, row_map, chunk, out[:2]), r"out is \(2, 64\)"),
+        ((x, slots, row_map[:3], chunk, out), r"row_map is \(3,\)"),
+        ((x, slots, row_map.long(), chunk, out), "row_map is .* torch.int64"),
+        ((x, slots, row_map, chunk.long(), out), "chunk is"),
+        ((x, slots, row_map, chunk, out, out), "carry is"),
+        ((x.bfloat16(), slots, row_map, chunk, out.bfloat16()), "carry is None"),
+        ((x, slots.long(), row_map, chunk, out), "want .P, D. bfloat16"),
     ):
         with pytest.raises(ValueError, match="reduce_rows_chunk: .*" + message):
             kernels.reduce_rows_chunk(*arguments)

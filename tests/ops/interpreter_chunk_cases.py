@@ -1,4 +1,4 @@
-"""What passes run on under Triton's interpreter, run by test_kernel_interpreter.py like interpreter_cases.py."""
+"""Kernels of chunks of experts under Triton's interpreter, run by test_kernel_interpreter.py like interpreter_cases.py."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ interpreter_repairs.apply()
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize(("width", "choices"), [(96, 4), (1056, 3), (7, 1), (32, 6)])
 def test_reduce_rows_chunk(width: int, choices: int, dtype: torch.dtype):
-    """Windows one after the other, one of them empty: the reference's bytes after each; without rows in a window nothing is written."""
+    """Chunks one after the other, two of them empty: the reference's bytes after each; a sum without rows in a chunk is not written."""
     rows, (index, sum_of) = (
         torch.randn(60, width + 3).to(dtype)[:, 1 : 1 + width],
         p2p_cases.sums_of_expert_rows(33 if choices > 1 else 70, choices, 60),
     )
     sums = [[torch.full((len(index), width), torch.nan).to(dtype), torch.full((len(index), width), -7, dtype=torch.int16)] for _ in "ab"]
     for first, end, spare in ((0, 20, 4), (20, 20, 3), (20, 32, 0), (32, 60, 0), (60, 60, 0)):
-        window, behind = torch.tensor([first, end], dtype=torch.int32), slice(first, end + spare)
-        for home, (out, carry) in zip((kernels, reference), sums, strict=True):
-            home.reduce_rows_chunk(rows[behind], index, sum_of[behind], window, out, carry if dtype == BF16 else None)
+        chunk, part = torch.tensor([first, end], dtype=torch.int32), slice(first, end + spare)
+        for impl, (out, carry) in zip((kernels, reference), sums, strict=True):
+            impl.reduce_rows_chunk(rows[part], index, sum_of[part], chunk, out, carry if dtype == BF16 else None)
         for got, want in zip(*sums, strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (first, end)
     there, want = (index >= 0).any(1), reference.reduce_rows(rows, index)
     assert 0 < there.sum() < len(there) - 3
     torch.testing.assert_close(sums[0][0][there], want[there])
-    assert sums[0][0][~there].isnan().all(), "nobody writes a sum of nothing"
-    in_one = there & (((index < 0) | (index >= 32)).all(1) | ((index < 20).all(1)))
-    assert in_one.any()
-    assert_same_bytes(sums[0][0][in_one], want[in_one])
+    assert sums[0][0][~there].isnan().all(), "a sum without rows is not written"
+    in_one_chunk = there & (((index < 0) | (index >= 32)).all(1) | ((index < 20).all(1)))
+    assert in_one_chunk.any()
+    assert_same_bytes(sums[0][0][in_one_chunk], want[in_one_chunk])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_copied_groups(dtype: torch.dtype):
-    """Those with rows, bit for bit; the others stay; one operand is a half of a larger tensor."""
+    """Groups with rows are copied bit for bit, the others stay; one operand is half of a larger tensor."""
     offs = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
     made = torch.randn(4, 200, 33).to(dtype)[:, :150]
     into = torch.full((4, 150, 33), torch.nan, dtype=dtype)
@@ -61,7 +61,7 @@ def test_copied_groups(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("count", [1, 44, 48])
-def test_summed_lines(count: int):
+def test_row_sums(count: int):
     parts = torch.randn(300, count)
     torch.testing.assert_close(row_sums(parts, None), parts.sum(1))
     num_valid_rows = row_sums(parts, torch.tensor([70], dtype=torch.int32))
@@ -70,8 +70,8 @@ def test_summed_lines(count: int):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("width", [96, 1056])
-def test_live_rows(width: int):
-    """Movers and dequantiser of the first rows alone: the others are poison that nobody wrote over."""
+def test_rows_past_num_valid_rows_are_not_written(width: int):
+    """Row movers and the dequantiser write the first rows alone; the others stay poisoned."""
     mx, to_padded = packed_views(*reference.quantize(torch.randn(65, width), "rceil")), row_map(129, 65)
     wants = [*kernels.gather_mx_rows(*mx, to_padded), kernels.gather_rows(mx[0], to_padded)]
     wants += [kernels.dequantize(*mx, BF16), kernels.dequantize(*mx, BF16, to_padded)]
@@ -108,16 +108,16 @@ def test_choices_and_regions(data: st.DataObject):
 @pytest.mark.usefixtures("poison")
 @settings(deadline=None, max_examples=25)
 @given(st.data())
-def test_windows_and_their_places(data: st.DataObject):
+def test_chunk_bounds_and_chunk_rows(data: st.DataObject):
     sizes = torch.tensor(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=9)), dtype=torch.int32) * 4
     ends, capacity = sizes.cumsum(0).int(), int(sizes.max()) + 4 * data.draw(st.integers(0, 20))
-    num_places = int(ends[-1]) + data.draw(st.integers(0, 9))
+    num_rows = int(ends[-1]) + data.draw(st.integers(0, 9))
     bounds = reference.chunk_bounds(ends, capacity, len(sizes))
     assert_same_bytes(plan.chunk_bounds(ends, capacity, len(sizes)), bounds)
-    scores, first, second = torch.randn(num_places), *(torch.randint(-1, 99, (num_places,), dtype=torch.int32) for _ in range(2))
-    for window in range(len(sizes)):
+    scores, first, second = torch.randn(num_rows), *(torch.randint(-1, 99, (num_rows,), dtype=torch.int32) for _ in range(2))
+    for number in range(len(sizes)):
         for other in (None, second):
-            for chunk in (bounds[window : window + 2], torch.stack([bounds, bounds * 0], 1)[window : window + 2, 0]):
+            for chunk in (bounds[number : number + 2], torch.stack([bounds, bounds * 0], 1)[number : number + 2, 0]):
                 given = ends, scores, first, other, chunk, capacity
                 for got, want in zip(plan.chunk_rows(*given), reference.chunk_rows(*given), strict=True):
                     assert_same_bytes(got, want)
@@ -142,8 +142,8 @@ def test_wrong_choices_are_asserted(given: list[list[int]], allowed: tuple[bool,
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", [FLOAT32, BF16])
-def test_values_in_their_columns(dtype: torch.dtype):
-    """Gradients in the order before a sort; what is -1, and -0.0, are 0.0."""
+def test_gather_or_zero_by_columns(dtype: torch.dtype):
+    """Gradients in the order before a sort; for an index of -1, and for -0.0, the result is 0.0."""
     values = torch.randn(70)
     values[3] = -0.0
     for rows, choices in ((700, 3), (1, 1), (5, 8), (0, 4)):
@@ -156,7 +156,7 @@ def test_values_in_their_columns(dtype: torch.dtype):
 
 
 @pytest.mark.usefixtures("poison")
-def test_picked_values():
+def test_gather_or_zero():
     values = torch.randn(70)
     for index in (torch.randint(-1, 70, (1500, 3), dtype=torch.int32), torch.full((2, 2), -1, dtype=torch.int32), torch.zeros(0, 4).int()):
         assert_same_bytes(plan.gather_or_zero(index, values), reference.gather_or_zero(index, values))

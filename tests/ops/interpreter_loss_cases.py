@@ -75,7 +75,7 @@ def test_a_label_out_of_range_is_seen(label: int):
     assert_close_to_exact(losses[::2], logits[::2], before[::2], labels[::2])
 
 
-def test_float64_is_the_twins():
+def test_float64_is_left_to_the_reference():
     logits, labels = labelled_rows(4, 9, torch.float64)
     other = logits.clone()
     assert torch.equal(kernels.cross_entropy(logits, labels), reference.cross_entropy(logits, labels))
@@ -83,10 +83,10 @@ def test_float64_is_the_twins():
     assert torch.equal(logits, other)
 
 
-@pytest.mark.parametrize("home", [kernels, reference])
+@pytest.mark.parametrize("implementation", [kernels, reference])
 @pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_to_gradient"])
-def test_refused(name: str, home: object):
+def test_refused(name: str, implementation: object):
     logits, labels = labelled_rows(4, 6, torch.float32)
     for bad in ((logits.half(), labels), (logits.t(), labels), (logits, labels[:3]), (logits, labels.int()), (logits[0], labels)):
         with pytest.raises(ValueError, match=f"{name}: logits .* want contiguous"):
-            getattr(home, name)(*bad)
+            getattr(implementation, name)(*bad)

@@ -52,7 +52,7 @@ def work(source: int, out: int, n: int) -> None:
 
 
 class Graph:
-    """Stands for a `LaunchGraph`."""
+    """A stub for `LaunchGraph`."""
 
     alive = 0
 
@@ -76,7 +76,7 @@ def fill(device: torch.device, address: int, value: int, nbytes: int, stream: in
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU takes the part of the current GPU."""
+    """Lets the CPU act as the current GPU."""
     monkeypatch.setattr(replay, "_runs_on", lambda device: True)
     monkeypatch.setattr(replay, "checking", lambda device: False)
     monkeypatch.setattr(nvrtc, "_launch", lambda: double)

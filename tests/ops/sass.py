@@ -1,4 +1,4 @@
-"""What compiled kernels' machine code says, where Triton's disassembler is there."""
+"""The machine code of compiled kernels, if Triton's disassembler is installed."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ def truth(dh: torch.Tensor, x: torch.Tensor, name: str = "plain") -> tuple[torch
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["normal", "wide", "small", "zero", "at limits"])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_numbers_are_those_of_float64_quantised(function: str, name: str, mode: str) -> None:
-    """Beside the quantiser's own error nothing is left: values equal the quantised truth but where a rounding falls the other way.
+def test_values_are_those_of_float64_quantised(function: str, name: str, mode: str) -> None:
+    """The only error is the quantiser's: values equal the quantised truth, except where a rounding goes the other way.
 
-    GELU's share of a gate far below zero is a difference of numbers near 1, 6e-8 from the truth: nothing beside a block's larger values.
+    GELU's factor of a gate far below zero is a difference of numbers near 1, 6e-8 from the truth, which a block's larger values hide.
     """
     how = FUNCTIONS[function]
     dh, x = cut(*gate_up(torch.bfloat16, 129, 416)[name], how)
@@ -71,7 +71,7 @@ def test_every_finite_gate_and_up_has_its_gradient(function: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_high_precision_is_what_is_quantised(function: str, layout: str) -> None:
+def test_high_precision_values_are_those_that_are_quantised(function: str, layout: str) -> None:
     how = FUNCTIONS[function]
     scores, ends = torch.rand(33), torch.tensor([10, 20])
     for name, case in gate_up(FLOAT32, 33, 96).items():
@@ -99,7 +99,7 @@ def test_widths_that_no_operator_takes() -> None:
 
 
 def test_no_gradient_below_zero() -> None:
-    """Squared ReLU: zeros of either sign and what is below have neither h nor gradient, NaN has both."""
+    """Squared ReLU: zeros of either sign and negative values have neither h nor gradient; NaN has both."""
     x = torch.tensor([[-torch.inf, -1.0, -0.0, 0.0, 3.0, torch.inf, torch.nan]])
     d_x, h = activate_backward(torch.full((1, 7), -2.0), x, "concatenated", "rceil", False, "hp", "hp", activation="relu2")
     assert h[0, :6].tolist() == [0.0, 0.0, 0.0, 0.0, 9.0, torch.inf]
@@ -118,7 +118,7 @@ def test_a_form_belongs_to_swiglu() -> None:
 
 
 def test_clamped_values_have_no_gradient() -> None:
-    """At the limit they have: what is beyond it has none, an infinite value among it; NaN goes through."""
+    """Values at the limit have a gradient, values beyond it (also infinite ones) have none; NaN is kept."""
     gate = torch.tensor([7.0, 7.5, -30.0, torch.inf, torch.nan, 1.0, 1.0, 1.0])
     up = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 7.0, -7.5, -torch.inf])
     x, dh = torch.cat((gate, up)).repeat_interleave(4)[None], torch.ones(1, 32)
@@ -137,7 +137,7 @@ def test_clamped_values_have_no_gradient() -> None:
 @pytest.mark.parametrize(
     "form", [(0.0,), (-1.0,), (torch.nan,), (7.0, torch.inf), (7.0, 1.0, torch.nan), (1e39,), (1e-50,), (7.0, 1e39), (7.0, 1.0, -1e39)]
 )
-def test_forms_that_are_none(form: tuple[float, ...]) -> None:
+def test_invalid_forms_of_swiglu(form: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"SwiGLU: limit=.*, want a limit above 0 .* within float32"):
         SwiGLU(*form)
     assert SwiGLU() == SwiGLU(None) == SwiGLU(torch.inf) == (torch.inf, 1.0, 0.0)
@@ -162,7 +162,7 @@ def test_layouts_are_the_same_numbers(mode: str) -> None:
 
 
 def test_special_values() -> None:
-    """A NaN spoils its block and no other; gates past exp's range give zero or up itself; -Inf times zero is NaN."""
+    """A NaN changes its own block only; gates past exp's range give zero or up itself; -Inf times zero is NaN."""
     x = torch.ones(4, 192)
     x[0, 5], x[1, 40], x[2, 70], x[3, 33] = torch.nan, -torch.inf, -200.0, 200.0
     data, scale = activate(x, "concatenated", "rceil")
@@ -185,8 +185,8 @@ def test_views_and_no_rows() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_forms_are_the_same_numbers(layout: str) -> None:
-    """MX of a form is the quantised float32 value, hp the same value rounded once; nothing comes that was not asked for."""
+def test_all_forms_have_the_same_values(layout: str) -> None:
+    """The MX form is the quantised float32 value, the hp form the same value rounded once; only requested forms are returned."""
     dh, x = gate_up(torch.bfloat16, 33, 96)["normal"]
     every = activate_backward(dh, x, layout, "rceil", False, "mx+hp", "mx+hp")
     assert [part.dtype for part in every] == [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16] * 2
@@ -207,7 +207,7 @@ def test_forms_are_the_same_numbers(layout: str) -> None:
 @pytest.mark.parametrize("granularity", MAX_SPREAD)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rebased_rows_are_a_rebase_of_the_mx_rows(layout: str, granularity: str) -> None:
-    """In their place among the other forms; rows of far exponents are wide where the granularity allows it."""
+    """They are returned in their position among the other forms; rows with distant exponents are wide if the granularity allows it."""
     dh, x = far_apart(torch.bfloat16, 33, 160)
     rows = [part for part in rebase_rows(*activate(x, layout, "rceil"), MAX_SPREAD[granularity])[:3] if part is not None]
     got = activate(x, layout, "rceil", h="rebased", granularity=granularity)
@@ -232,7 +232,7 @@ def assert_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def test_rebased_forms_that_nobody_makes() -> None:
+def test_rebased_forms_that_do_not_exist() -> None:
     x = torch.ones(1, 128)
     with raises_naming("h='rebased'", "quantize_x=True", "one of the two"):
         activate(x, "concatenated", "rceil", h="rebased", quantize_x=True)
@@ -245,7 +245,7 @@ def test_rebased_forms_that_nobody_makes() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bias_goes_to_the_rows_of_its_group(layout: str) -> None:
+def test_bias_is_added_to_the_rows_of_its_group(layout: str) -> None:
     dh, x = gate_up(torch.bfloat16, 33, 96)["normal"]
     ends, bias = torch.tensor([3, 3, 17, 29], dtype=torch.int32), torch.randn(4, 192)
     added = x.float()

@@ -48,8 +48,8 @@ def test_every_finite_gate_and_up_has_its_gradient(function: str, exact: bool, t
 @pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_values_are_the_twins(function: str, exact: bool, scored: bool, tmp_path: Path) -> None:
-    """The host's exp is not torch's, so values are close; what is 0 because it was clamped, and what is NaN, is the same."""
+def test_values_are_those_of_the_reference(function: str, exact: bool, scored: bool, tmp_path: Path) -> None:
+    """The host's exp is not torch's, so values are close; zeros of clamped values and NaN are the same."""
     given, values = FUNCTIONS[function], compiled(function, exact, scored, tmp_path)
     how, activation = given.get("form", SWIGLUS["plain"]), given.get("activation", "swiglu")
     for name, (dh, both) in gate_up(torch.float32, 33, 96).items():
@@ -66,7 +66,7 @@ def test_values_are_the_twins(function: str, exact: bool, scored: bool, tmp_path
             steep = (how.alpha * gate).abs() if activation != "geglu_tanh" else gate.abs() * (1.6 + 0.215 * gate.square())
             sizes = torch.cat((grad * up.abs() * (1.0 + steep), grad * gate.abs()), 1), (weight * gate * up).abs()
         for part, (got, reference, size) in enumerate(zip((dx, h), want[:2], sizes, strict=True)):
-            if activation == "geglu":  # far below zero the reference's share, 1 + erf, is exactly 0, and NaN times an infinite up
+            if activation == "geglu":  # far below zero the reference's factor, 1 + erf, is exactly 0, and NaN with an infinite up
                 unlike = reference.isnan() & got.isinf()
                 assert not unlike.any() or (part == 1 and (gate[unlike] < -5).all() and up[unlike].isinf().all())
                 got = got.masked_fill(unlike, torch.nan)

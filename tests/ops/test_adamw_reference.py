@@ -22,7 +22,7 @@ def test_examples() -> None:
 
 
 def codes_by_table(numbers: Tensor, bits: int, signed: bool) -> Tensor:
-    """As the kernel looks them up: a number's upper half names a cell, whose entry is added to the number's bits."""
+    """Codes by the kernel's lookup: a number's upper half selects a cell, whose entry is added to the number's bits."""
     cells = code_tables(bits, CPU)[1].long()
     magnitudes = numbers.abs().clamp(min=2.0**-23).view(torch.int32).long()
     cell, negative = (magnitudes >> 16) - LOWEST_CELL, (numbers.view(torch.int32) < 0).long()
@@ -45,8 +45,8 @@ def test_the_table_has_torchaos_codes(bits: int, signed: bool) -> None:
 
 
 @pytest.mark.parametrize("bits", BLOCKS)
-def test_what_is_not_finite_has_code_0(bits: int) -> None:
-    """With NaN the whole block, with infinities they alone. 0 is also the code of -1, or of 0 without signs: the kernel relies on it."""
+def test_values_that_are_not_finite_have_code_0(bits: int) -> None:
+    """A NaN gives its whole block code 0, infinities only themselves. The kernel relies on 0 being the code of -1, or of 0 unsigned."""
     moment = torch.zeros(3, BLOCKS[bits])
     moment[0, 4], moment[1, 6], moment[1, 9], moment[2, 3] = torch.nan, torch.inf, -torch.inf, 1.0
     for values, least in zip(code_tables(bits, CPU)[0], (-1.0, 0.0), strict=True):

@@ -243,7 +243,7 @@ def test_nvcc_compiles(variant: str, tmp_path: Path):
 
 
 def assert_sound(variant: str, cubin: bytes) -> None:
-    """No packed bytes out of the stack pointer; activations with maxima that keep NaN, and backward without a barrier."""
+    """No packed bytes are taken from the stack pointer; activations use maxima that keep NaN, and their backward has no barrier."""
     (lines,) = sass.instructions([cubin], "SM90a")
     assert not sass.stack_pointer_as_data(lines), f"{variant} is miscompiled: {sass.stack_pointer_as_data(lines)}"
     code = " ".join(lines)

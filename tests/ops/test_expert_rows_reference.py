@@ -1,4 +1,4 @@
-"""Expert rows of top-k ids against a walk over them, one after the other."""
+"""Expert rows of top-k ids, against a loop over the ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mxep.shapes import round_up
 
 
 def walked(experts: torch.Tensor, L: int, alignment: int, num_expert_rows: int) -> tuple[list, list, list]:
-    """What `index_expert_rows` says, by definition."""
+    """`index_expert_rows` by its definition."""
     flat = experts.flatten().tolist()
     sizes = [sum(e == expert for expert in flat) for e in range(L)]
     padded = [round_up(max(size, alignment), alignment) if alignment else size for size in sizes]
@@ -33,7 +33,7 @@ def walked(experts: torch.Tensor, L: int, alignment: int, num_expert_rows: int) 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(0, 12), st.integers(1, 4), st.sampled_from([0, 1, 4, 32]), st.booleans())
-def test_a_walk(data: st.DataObject, L: int, R: int, C: int, alignment: int, long: bool) -> None:
+def test_against_a_loop_over_the_ids(data: st.DataObject, L: int, R: int, C: int, alignment: int, long: bool) -> None:
     flat = data.draw(st.lists(st.integers(-2, L), min_size=R * C, max_size=R * C))
     experts = torch.tensor(flat, dtype=torch.int64 if long else torch.int32).view(R, C)
     num_expert_rows = R * C + L * alignment + data.draw(st.integers(0, 3))

@@ -19,7 +19,7 @@ ROUNDS = 150
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("wgrad", [False, True])
 def test_every_output_has_one_writer(wgrad: bool, skip: bool, tmp_path: Path) -> None:
-    """Groups without rows, rows past the last end, the last column of tall tiles, and the tiles that are split at the end among them."""
+    """Also with groups without rows, rows past the last end, the last column of tall tiles, and tiles that are split at the end."""
     options = gemm.options_of(wgrad=wgrad, block_scales=False, out_dtype=torch.bfloat16, accumulate=False, skip=skip)
     tiles = nvrtc.source("grouped_gemm/hopper/tiles.cuh", options=options)
     assert tiles.count("g += 32") == 2, "lanes share groups out; here the only one sees all of them"

@@ -27,7 +27,7 @@ def _groups(offs: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _forward(a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """a (M, K), sa: groups padded to 128 rows, one behind the other; b (G, K, N), sb (G, tiles)."""
+    """a (M, K), sa: groups padded to 128 rows, one after the other; b (G, K, N), sb (G, tiles)."""
     (M, K), (_, _, N) = a.shape, b.shape
     columns, place = round_up(K // 32, 4), 0
     out = torch.full((M, N), torch.nan, dtype=BF16)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper and for Blackwell on a machine without a GPU, and its PTX keeps the promises that bytes depend on."""
+"""Every kernel compiles for Hopper and for Blackwell on a machine without a GPU, and its PTX has the properties that bytes depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launch: a variant is found again where nothing differs that it depends on, and only there. Triton itself is asked in tests/gpu."""
+"""launch: a compiled variant is used again if, and only if, everything that it depends on is equal. tests/gpu runs Triton itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ asked: list[dict] = []  # options of every kernel that Triton was asked for
 
 
 class Compiled:
-    """What Triton makes of a kernel: `run` launches it, here as Triton's runner does for want of a known C function."""
+    """A stub for a kernel that Triton compiled: `run` launches it, as Triton's runner does without a known C function."""
 
     def __init__(self, made: list) -> None:
         self.made, self.run = made, None
@@ -50,7 +50,7 @@ class Compiled:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list:
-    """What was launched; an entry "compiled" for what Triton was asked for."""
+    """Records launches, and an entry "compiled" for each compilation."""
     entries: list = []
 
     def run(self, *values, grid, warmup, **options):
@@ -93,7 +93,7 @@ def test_triton_loads_a_variant_where_a_capture_allows_it(made: list, monkeypatc
     ]  # fmt: skip
 
 
-def test_what_changes_bits_is_not_left_to_tritons_defaults(made: list):
+def test_options_that_change_bits_are_passed_explicitly(made: list):
     launch(_kernel, 5, PLAIN, num_warps=4)
     launch(_kernel, 5, PLAIN, num_warps=4, enable_fp_fusion=False)
     assert [entry[0] for entry in made] == ["compiled", "compiled"]
@@ -118,13 +118,13 @@ def test_what_changes_bits_is_not_left_to_tritons_defaults(made: list):
         ({"WIDTH": 128}, True),
     ],
 )
-def test_what_a_variant_depends_on(made: list, change: dict, compiled: bool):
+def test_keys_of_a_variant(made: list, change: dict, compiled: bool):
     launch(_kernel, 5, PLAIN, num_warps=4)
     launch(_kernel, 5, {**PLAIN, **change}, num_warps=4)
     assert made[1][0] == ("compiled" if compiled else "again")
 
 
-def test_options_and_the_gpu_tell_variants_apart(made: list, monkeypatch: pytest.MonkeyPatch):
+def test_options_and_the_gpu_distinguish_variants(made: list, monkeypatch: pytest.MonkeyPatch):
     launch(_kernel, 5, PLAIN, num_warps=4)
     launch(_kernel, 5, PLAIN, num_warps=8)
     monkeypatch.setattr(launching, "current_gpu", lambda: 1)
@@ -132,7 +132,7 @@ def test_options_and_the_gpu_tell_variants_apart(made: list, monkeypatch: pytest
     launch(_kernel, 5, PLAIN | {"rows": elsewhere}, num_warps=4)
     launch(_kernel, 5, PLAIN | {"rows": elsewhere, "live": ROWS}, num_warps=4)
     launch(_kernel, 5, PLAIN | {"rows": elsewhere, "live": elsewhere}, num_warps=4)
-    assert [entry[0] for entry in made] == ["compiled"] * 5, "a tensor of another device is shown to Triton, which refuses it"
+    assert [entry[0] for entry in made] == ["compiled"] * 5, "a tensor on another device is passed to Triton, which refuses it"
 
 
 def test_the_gpu_of_the_first_tensor_is_made_the_current_one(made: list, monkeypatch: pytest.MonkeyPatch):
@@ -151,10 +151,10 @@ def test_the_gpu_of_the_first_tensor_is_made_the_current_one(made: list, monkeyp
     assert current == [0]
 
 
-def test_a_tensor_of_the_host_is_shown_to_triton(made: list, monkeypatch: pytest.MonkeyPatch):
+def test_a_host_tensor_is_passed_to_triton(made: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launching, "current_gpu", lambda: 0)
     launch(_kernel, 5, PLAIN, num_warps=4)
-    assert [entry[0] for entry in made] == ["compiled"], "where it raises"
+    assert [entry[0] for entry in made] == ["compiled"], "Triton raises"
 
 
 def test_mx_data_and_scales_are_bytes(made: list):
@@ -166,7 +166,7 @@ def test_mx_data_and_scales_are_bytes(made: list):
             assert made[-1][2][0].data_ptr() == ROWS.data_ptr()
 
 
-def test_a_known_c_function_launches_unless_a_profiler_listens(made: list, monkeypatch: pytest.MonkeyPatch):
+def test_a_known_c_function_launches_unless_a_profiler_is_active(made: list, monkeypatch: pytest.MonkeyPatch):
     def function(*given: object) -> None:
         made.append(("function", given))
 
@@ -202,8 +202,8 @@ def test_the_c_function_of_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, as Triton does for its C function")
-def test_what_the_c_function_launches(tmp_path: Path):
-    """Triton's own, compiled against a driver that keeps what it is given."""
+def test_launches_by_tritons_c_function(tmp_path: Path):
+    """Triton's own C function, compiled against a stub driver that records its arguments."""
     programs = Path(__file__).parents[1] / "programs"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", programs / "fake_driver.c"], check=True)
     (tmp_path / "libcuda.so").symlink_to("libcuda.so.1")

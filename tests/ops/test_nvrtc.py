@@ -31,7 +31,7 @@ def never(*_: object) -> bytes:
 
 
 @needs_nvrtc
-def test_a_kept_cubin_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cached_cubin_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
     first = nvrtc.cubin(KERNEL, "nothing")
     assert first[:4] == b"\x7fELF"
     assert [path.name.split("-")[0] for path in cache.iterdir()] == ["nothing"]
@@ -56,7 +56,7 @@ def test_a_damaged_file_is_compiled_again(cache: Path, damage: bytes | None):
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if damage is None else damage)
     assert nvrtc.cubin(KERNEL, "nothing") == first
     assert path.read_bytes() == content
-    assert len(list(cache.iterdir())) == 1  # nothing is left beside it
+    assert len(list(cache.iterdir())) == 1  # no other file is left
 
 
 @needs_nvrtc
@@ -68,7 +68,7 @@ def test_ranks_that_compile_at_once_do_not_disturb_each_other(cache: Path):
 
 
 @needs_nvrtc
-def test_a_folder_that_cannot_be_written_warns_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("MXEP_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match="MXEP_CACHE"):
@@ -77,12 +77,12 @@ def test_a_folder_that_cannot_be_written_warns_and_goes_on(tmp_path: Path, monke
 
 @needs_nvrtc
 def test_a_folder_that_others_can_write_is_not_used(cache: Path):
-    """What is kept there may be anybody's code; it is neither loaded nor replaced."""
+    """Its files may be another user's code; they are neither loaded nor replaced."""
     nvrtc.cubin(KERNEL, "nothing")
     (path,) = cache.iterdir()
     planted = b"code of another one"
     path.write_bytes(nvrtc._digest(path, planted) + planted)
-    assert nvrtc.cubin(KERNEL, "nothing") == planted, "the digest is no secret"
+    assert nvrtc.cubin(KERNEL, "nothing") == planted, "another user can know the digest"
     cache.chmod(0o1777)
     with pytest.warns(UserWarning, match=r"cannot be kept in .*cache has mode drwxrwxrwt, want it writable by its.*MXEP_CACHE") as told:
         compiled = [nvrtc.cubin(KERNEL, "nothing")[:4] for _ in range(2)]
@@ -135,7 +135,7 @@ THREAD_LOCAL, RELAXED = 1, 2  # CUstreamCaptureMode of cuda.h
 
 
 class Driver:
-    """Counts what a launch asks of the driver; a thread without a context at first."""
+    """Records the driver calls of a launch; the thread has no context at first."""
 
     def __init__(self) -> None:
         self.context, self.launches, self.asked = 0, [], []
@@ -206,7 +206,7 @@ def test_dynamic_shared_memory_is_asked_for(driver: Driver, shared_bytes: int):
 
 @pytest.mark.parametrize("status", [0, 900])
 def test_a_module_is_loaded_where_a_capture_allows_it(driver: Driver, status: int):
-    """And nothing else is launched there, also if the driver refuses it."""
+    """Nothing else is launched there, also if the driver refuses to load it."""
     modes = []
     driver.cuModuleLoadData = lambda *arguments: modes.append(driver.capture_mode) or status
     driver.cuModuleGetFunction = lambda *arguments: modes.append(driver.capture_mode) or 0
@@ -244,7 +244,7 @@ def test_equal_arguments_are_packed_once(driver: Driver):
 
 
 def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    """Equal tensors in the same place: nothing is encoded anew, and other memory is."""
+    """Equal tensors at the same address are not encoded again; other addresses are."""
     gemm = importlib.import_module("mxep.ops.grouped_gemm.hopper.gemm")
     monkeypatch.setattr(gemm, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(nvrtc, "current_gpu", lambda: None)  # what a CPU tensor's device has for an index
@@ -262,7 +262,7 @@ def test_the_gemm_packs_the_same_addresses_once(driver: Driver, monkeypatch: pyt
     assert [launch[0]._obj.blocks for launch in driver.launches] == [132] * 3
 
 
-def test_adamw_hands_structures_to_its_kernel(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_adamw_passes_structures_to_its_kernel(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     launcher = importlib.import_module("mxep.ops.optimizer.adamw_step")
     monkeypatch.setattr(launcher, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(launcher, "chip_of", lambda index: "sm_90")
@@ -316,7 +316,7 @@ def test_importing_needs_neither_compiler_nor_gpu():
 
 
 def test_a_driver_function_binds_the_context_and_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library made up: a thread without a context the first time, then success, then an error."""
+    """A stub library: a thread without a context at first, then success, then an error."""
     answers, bound = [nvrtc._INVALID_CONTEXT, 0, 1], []
 
     class Library:

@@ -1,4 +1,4 @@
-"""p2p_scatter_rows and p2p_reduce_rows on the CPU: every byte where a loop over the rows puts it, no other byte touched; errors."""
+"""p2p_scatter_rows and p2p_reduce_rows on the CPU: every byte as a loop over the rows writes it, no other byte written; errors."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_sums(dtype: torch.dtype, mode: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 @pytest.mark.parametrize("mode", ["", "rceil"])
 @pytest.mark.parametrize("cuts", [[0], [0, 0], [0, 8], [0, 5, 5, 19], [0, 20]])
-def test_sums_of_a_last_window(dtype: torch.dtype, mode: str, cuts: list[int]) -> None:
-    """Going on from the windows before gives the bits of all rows at once, and leaves them as they were."""
+def test_sums_of_a_last_chunk(dtype: torch.dtype, mode: str, cuts: list[int]) -> None:
+    """The partial sums of earlier chunks give the bits of all rows at once, and are not changed."""
     expert_rows, slots = sums(3, 6, 4, 20, 64, dtype, bad=False)
     slots = slots.sort(1).values
     last, chunk, partial_sums, carry = sums_in_chunks(expert_rows, slots, cuts)
@@ -85,8 +85,8 @@ def test_sums_of_a_last_window(dtype: torch.dtype, mode: str, cuts: list[int]) -
     assert torch.equal(partial_sums.view(torch.uint8), before.view(torch.uint8))
 
 
-def test_compilers_keep_it() -> None:
-    """A graph that only pushes is not empty."""
+def test_compilers_keep_the_operator() -> None:
+    """A graph with this operator alone is not empty."""
     scatter = to_some_ranks(5, 32, 2, BF16)
     memory = Memory(2, scatter.num_slots, 64)
 
@@ -160,7 +160,7 @@ def test_bad_sums(change: dict, text: str) -> None:
     assert memory.same_as(Memory(2, 2, 256))
 
 
-def test_the_twin_writes_no_memory_of_a_gpu() -> None:
+def test_the_reference_writes_no_memory_of_a_gpu() -> None:
     on_meta = torch.zeros(4, 64, device="meta"), torch.zeros(4, 2, dtype=INT32, device="meta")
     with pytest.raises(ValueError, match=r"p2p_scatter_rows: rows on meta.*torch\.ops\.mxep\.p2p_scatter_rows"):
         reference.p2p_scatter_rows(*on_meta, None, [0, 0], 256, "")

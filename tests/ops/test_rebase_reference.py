@@ -1,4 +1,4 @@
-"""The definition of rebased operands: exact where e4m3 has room, special blocks, block scales, wide rows, moved token exponents."""
+"""The definition of rebased operands: exact within the range of e4m3, special blocks, block scales, wide rows, moved token exponents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bytes_of(qdata: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["rebase_rows", "rebase_weight", "rebase_tokens"])
-def test_the_kernels_have_the_twins_signatures(name: str):
+def test_the_rebase_kernels_have_the_references_signatures(name: str):
     assert inspect.signature(getattr(rebase_kernels, name)) == inspect.signature(getattr(reference, name))
 
 
@@ -43,7 +43,7 @@ def test_the_quantising_kernels_have_the_references_signatures(module: ModuleTyp
 
 
 @pytest.mark.parametrize("granularity", MAX_SPREAD)
-def test_rows_in_one_pass_have_the_bytes_of_two(granularity: str):
+def test_rows_by_one_kernel_have_the_bytes_of_two(granularity: str):
     x = torch.randn(40, 416) * torch.exp2(torch.randint(-12, 12, (40, 13)).float()).repeat_interleave(32, 1)
     mx = quantize(x, "rceil")
     want = [*mx, *(part for part in reference.rebase_rows(*mx, MAX_SPREAD[granularity])[:3] if part is not None)]
@@ -98,8 +98,8 @@ def test_a_weight_that_does_not_fit_is_refused():
             reference.quantize_weight(*arguments)
 
 
-@pytest.mark.parametrize("home", [reference, weight_kernel], ids=["reference", "launcher"])
-def test_an_mx_weight_without_its_scale_is_refused(home: ModuleType):
+@pytest.mark.parametrize("implementation", [reference, weight_kernel], ids=["reference", "launcher"])
+def test_an_mx_weight_without_its_scale_is_refused(implementation: ModuleType):
     x, (qdata, scale), (other, other_scale) = torch.randn(2, 64, 96), mx_weight(2, 64, 96), mx_weight(2, 32, 96)
     for arguments, got, want, do in (
         ((qdata, None), "scale=None of a weight (2, 64, 96) torch.float8_e4m3fn", "(2, 64, 3) float8_e8m0fnu on cpu", "same MX weight"),
@@ -113,14 +113,14 @@ def test_an_mx_weight_without_its_scale_is_refused(home: ModuleType):
     ):
         first, second, *scales = arguments
         with raises_naming("quantize_weight: ", got, f"want {want}", do):
-            home.quantize_weight(first, second, "rceil", False, True, False, *scales)
+            implementation.quantize_weight(first, second, "rceil", False, True, False, *scales)
     for first, own, message in ((qdata[:, :48], scale[:, :48], "dimension -2"), (qdata[..., :80], scale[..., :2], "dimension -1")):
         with pytest.raises(ValueError, match=f"{message}.*not a multiple of 32"):
-            home.quantize_weight(first, None, "rceil", False, True, False, own)
+            implementation.quantize_weight(first, None, "rceil", False, True, False, own)
 
 
 @pytest.mark.parametrize("name", ["fp8_grouped_mm", "fp8_wgrad"])
-def test_the_gemms_have_the_twins_signatures(name: str):
+def test_the_gemms_have_the_references_signatures(name: str):
     assert inspect.signature(getattr(fp8_kernels, name)) == inspect.signature(getattr(fp8_reference, name))
 
 
@@ -137,7 +137,7 @@ def test_plain_rows_keep_their_numbers(granularity: str, width: int):
     assert error <= 2.0**-9 * float64(qdata, scale).abs().max() / 2  # half of e4m3's last subnormal bit, at the row's exponent
 
 
-def test_the_largest_exponent_wins_and_special_blocks_do_not_count():
+def test_a_rows_exponent_is_the_largest_without_special_blocks():
     data = torch.full((4, 128), 1.0).to(E4M3).view(torch.uint8)
     scale = torch.tensor([[120, 124, 0, 122], [255, 121, 250, 120], [0, 0, 0, 0], [255, 255, 255, 255]], dtype=torch.uint8)
     data[0, 64:96] = 0  # all zero, scale byte 0
@@ -163,8 +163,8 @@ def test_wide_rows_get_spans():
     assert rows.scale.tolist() == [1.0, -(2.0**-27)]
     assert rows.block_scale is not None
     assert rows.block_scale[:, 1].tolist() == [2.0**27, 1.0]
-    assert reference.changed_values(data, scale, rows) == 64  # two blocks beside the 1 of their own 128 columns; the second 128 is exact
-    assert reference.changed_values(data, scale, reference.rebase_rows(data, scale, MAX_SPREAD["row"])) == 128  # 2^-27 is gone beside 1
+    assert reference.changed_values(data, scale, rows) == 64  # two blocks next to the 1 of their own 128 columns; the second 128 is exact
+    assert reference.changed_values(data, scale, reference.rebase_rows(data, scale, MAX_SPREAD["row"])) == 128  # 2^-27 is lost next to 1
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_wide_rows_get_spans():
         ([100, 130, 170, 150], 127, [-27, 3, 43, 23]),  # too far apart for a base of their own
     ],
 )
-def test_spans_that_lie_near_each_other_share_the_rows_scale(tops: list[int], base: int, beside: list[int]):
+def test_spans_of_near_exponents_share_the_rows_scale(tops: list[int], base: int, beside: list[int]):
     scale = torch.tensor(tops, dtype=torch.uint8).repeat_interleave(4)[None].view(E8M0)
     data = torch.full((1, 512), 448.0).to(E4M3)
     rows = reference.rebase_rows(data, scale, MAX_SPREAD["auto"])
@@ -202,7 +202,7 @@ def test_no_block_of_a_wide_row_moves_further_than_its_span_or_eight(spread: int
 
 
 def test_far_channels_that_meet_weights_of_zero():
-    """The hardest rows known: nothing hides what the small channels lose."""
+    """The hardest rows known: no large product hides the loss of the small channels."""
     generator = torch.Generator().manual_seed(3)
     x, w = torch.randn(256, 2048, generator=generator), torch.randn(1, 128, 2048, generator=generator)
     x[:, 100::400] *= 30000
@@ -287,7 +287,7 @@ def test_tokens_are_transposed_and_padded(N: int, K: int):
 
 
 @pytest.mark.parametrize("far", ["grad", "a"])
-def test_the_operand_whose_channels_lie_farther_apart_gives_its_exponents(far: str):
+def test_the_operand_with_the_larger_spread_gives_its_exponents(far: str):
     generator = torch.Generator().manual_seed(7)
     grad, x = torch.randn(2048, 128, generator=generator), torch.randn(2048, 96, generator=generator)
     for name, rows in (("grad", grad), ("a", x)):
@@ -306,7 +306,7 @@ def test_changed_token_values():
     data = torch.full((3, 32), 1.0).to(E4M3)
     a = data, torch.tensor([[127], [120], [127]], dtype=torch.uint8).view(E8M0)
     g = data, torch.tensor([[127], [127], [100]], dtype=torch.uint8).view(E8M0)
-    for ends, changed in (([3], 32), ([2, 3], 0), ([2], 0)):  # token 2 is 2^-27 beside token 0, but alone in a group it is exact
+    for ends, changed in (([3], 32), ([2, 3], 0), ([2], 0)):  # token 2 is 2^-27 of token 0, but alone in a group it is exact
         offs = torch.tensor(ends, dtype=torch.int32)
         assert reference.changed_token_values(*g, *a, offs, reference.rebase_tokens(*g, *a, offs)) == changed
     generator = torch.Generator().manual_seed(4)
@@ -315,7 +315,7 @@ def test_changed_token_values():
     assert reference.changed_token_values(qg, sg, qa, sa, offs, reference.rebase_tokens(qg, sg, qa, sa, offs)) <= 280 * 160 * 1e-3
 
 
-def test_tokens_can_be_gathered_on_the_way():
+def test_tokens_can_be_gathered_by_the_same_kernel():
     (qg, sg), (qa, sa), offs = mx_bytes(60, 64, seed=1), mx_bytes(40, 96, seed=2), torch.tensor([20, 60], dtype=torch.int32)
     row_map = torch.randint(0, 40, (60,), generator=torch.Generator().manual_seed(0)).int()
     row_map[7] = -1
@@ -327,7 +327,7 @@ def test_tokens_can_be_gathered_on_the_way():
         assert torch.equal(bytes_of(got), bytes_of(want))
 
 
-def test_moving_token_exponents_is_what_keeps_anticorrelated_tokens():
+def test_moving_token_exponents_keeps_anticorrelated_tokens():
     generator = torch.Generator().manual_seed(3)
     token_scale = torch.exp(3 * torch.randn(256, 1, generator=generator))
     qg, sg = quantized(torch.randn(256, 64, generator=generator) / token_scale)
@@ -370,7 +370,7 @@ def test_accumulate_adds():
     assert torch.equal(out[1], before[1])
 
 
-def test_wrong_operands_say_what_is_wanted():
+def test_wrong_operands_raise():
     qdata, scale = quantized(torch.randn(4, 64))
     with pytest.raises(ValueError, match=r"rebase_rows.*multiple of 32"):
         rebase_kernels.rebase_rows(qdata[:, :48], scale, 8)

@@ -1,4 +1,4 @@
-"""`mxep.ops.runtime.replay`: what is repeated. tests/gpu/test_replay.py has the kernels of the package."""
+"""`mxep.ops.runtime.replay`: calls that are replayed. tests/gpu/test_replay.py has the kernels of the package."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_zeros_that_launches_use() -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_memory_is_shared_by_what_is_not_needed_at_the_same_time(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_disjoint_lifetimes_share_memory(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_LARGE", 100 if large else 1 << 20)
     sizes: list[int] = []
 
@@ -192,7 +192,7 @@ def test_memory_is_shared_by_what_is_not_needed_at_the_same_time(large: bool, mo
         assert call.sequence._bytes == 2 * 4096
 
 
-def test_places_do_not_overlap() -> None:
+def test_allocations_do_not_overlap() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def number(most: int) -> int:

@@ -1,4 +1,4 @@
-"""`mxep.ops.runtime.replay`: what is never repeated, what tells one call from another, and the bounds of memory and graphs."""
+"""`mxep.ops.runtime.replay`: calls that are never replayed, the keys of a call, and the limits of memory and graphs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def selects_by_a_mask(options: str, x: Tensor) -> Tensor:
 
 
 def leaves_memory_to_others(options: str, x: Tensor) -> Tensor:
-    """A launch that nothing tells of, as by another package."""
+    """A launch that the recorder does not see, as by another package."""
     out = torch.empty_like(x)
     work(x.data_ptr(), out.data_ptr(), x.numel())
     return out
@@ -119,7 +119,7 @@ def returns_a_class(options: str, x: Tensor) -> Any:
         (calls_the_driver, "cuMemsetD8Async"),
     ],
 )
-def test_what_a_recording_cannot_repeat(function: Callable[..., Tensor], what: str) -> None:
+def test_calls_that_cannot_be_recorded(function: Callable[..., Tensor], what: str) -> None:
     for number in range(CALLS):
         x = torch.full((4,), float(number))
         with torch.no_grad():
@@ -131,7 +131,7 @@ def test_what_a_recording_cannot_repeat(function: Callable[..., Tensor], what: s
 
 
 def test_memory_of_two_storages() -> None:
-    """The next call may have them apart."""
+    """In the next call they may be separate."""
 
     def function(options: str, x: Tensor, y: Tensor) -> Tensor:
         return doubled(y)
@@ -185,7 +185,7 @@ def test_signs_of_zeros_and_empty_tensors() -> None:
     assert ready() == [True, True]
 
 
-def test_what_differs_from_call_to_call() -> None:
+def test_calls_that_differ_each_time() -> None:
     calls = 0
 
     def function(options: str, x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def test_little_free_memory(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert problem() == "it allocates 400 bytes"
 
 
-def test_an_error_of_the_recorder_is_none_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_recorder_does_not_fail_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> None:
         raise AttributeError("recorder")
 
@@ -247,7 +247,7 @@ def test_without_graphs(why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert len(caplog.records) == (why == "the driver has no memory")
 
 
-def test_what_tells_calls_apart() -> None:
+def test_keys_of_a_call() -> None:
     seen = []
 
     def function(options: str, x: Tensor, number: Any) -> Tensor:
@@ -281,7 +281,7 @@ def test_zeros_of_an_argument() -> None:
 
 
 @pytest.mark.parametrize("watched", ["gradients", "checking", "mode", "function mode", "profiler", "capture", "another device"])
-def test_runs_as_it_is_where_something_watches(watched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_run_directly_if_gradients_modes_or_profilers_are_active(watched: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered = 0
 
     def function(options: str, x: Tensor) -> Tensor:

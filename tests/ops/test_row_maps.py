@@ -1,6 +1,6 @@
 """The launchers that take row maps, their kernels replaced by the references: every path has the bits of gather and its plain form.
 
-The kernels themselves, and the call that stands on them, are compared on a GPU (tests/gpu/test_ep_grouped_mm.py).
+The kernels themselves, and `ep_grouped_mm`, are compared on a GPU (tests/gpu/test_ep_grouped_mm.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OFFS = torch.tensor([0, 33, 130, 130, 180], dtype=torch.int32)
 
 @pytest.fixture(autouse=True)
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """References for kernels; the rows that a pass gathered and dequantised."""
+    """Replaces kernels by references; records the rows that were gathered and dequantised."""
     made: list[torch.Size] = []
 
     def dequantize(qdata, scale, dtype, row_map=None, num_valid_rows=None) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_product(path: str, rows: int, gathers: list):
     b = quantized(torch.randn(len(OFFS), N, K, generator=torch.Generator().manual_seed(3)))
     got = paths.grouped_mm_mx(*a, *b, OFFS, torch.bfloat16, path, order)
     assert_same(got, paths.grouped_mm_mx(*reference.gather_mx_rows(*a, order), *b, OFFS, torch.bfloat16, path), path)
-    assert len(gathers) == (path == "exact"), "the FP8 paths gather and rebase in one pass"
+    assert len(gathers) == (path == "exact"), "the FP8 paths gather and rebase in one kernel"
     assert not got[180:].any()
 
 

@@ -1,4 +1,4 @@
-"""A token's choices in order, and where their scores and gradients go, against plain Python and against autograd."""
+"""A token's sorted choices, their scores and gradients, against plain Python and against autograd."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_wrong_choices(given: list[list[int]], allowed: tuple[bool, bool]) -> No
     ("given", "fits"), [([[0, 0]], (0, 0, 1)), ([[-1, 2]], (0, 1, 1)), ([[-1, -1]], (0, 1, 1)), ([[1], [1]], (1, 1, 1))]
 )
 def test_choices_that_are_allowed(given: list[list[int]], fits: tuple[int, int, int]) -> None:
-    takes = (False, False), (True, False), (True, True)  # of several ranks, of one in passes, and of one
+    takes = (False, False), (True, False), (True, True)  # of several ranks, of one rank in chunks, and of one rank
     assert tuple(int(topk_valid(torch.tensor(given), 4, *how)) for how in takes) == fits
 
 
@@ -65,7 +65,7 @@ def test_operands_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_in_their_columns_are_autograds(dtype: torch.dtype) -> None:
-    """Of a sort, a cast and a gather, with its zeros: what a gradient of -0.0 leaves is 0.0."""
+    """Of a sort, a cast and a gather, with its zeros: a gradient of -0.0 becomes 0.0."""
     experts = torch.rand(40, 9).argsort(1)[:, :5]
     scores = torch.randn(40, 5).to(dtype).requires_grad_()
     rows = torch.randperm(250)[:200].view(40, 5)  # of the sorted choices
@@ -86,7 +86,7 @@ def test_gradients_in_their_columns_are_autograds(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize(("R", "C", "rank", "alignment"), [(0, 3, 1, 4), (17, 1, 0, 0), (30, 5, 2, 32)])
 def test_ids_with_their_scores(R: int, C: int, rank: int, alignment: int, long: bool) -> None:
-    """Of the rank's four experts among twelve; ids and scores as they lie in a table."""
+    """For the rank's four experts among twelve; ids and scores are views into a table."""
     experts, scores = torch.randint(-1, 12, (R, C)), torch.randn(R, C)
     table: Tensor = torch.cat((experts.int(), scores.view(torch.int32)), 1)
     size = R * C + 4 * max(alignment, 1)

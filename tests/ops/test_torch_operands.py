@@ -1,4 +1,4 @@
-"""Operands of torch's grouped GEMM: those that it takes are handed on, others are copied."""
+"""Operands of torch's grouped GEMM: those that it accepts are passed on, others are copied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mxep.ops.grouped_gemm.triton import for_torch
 
 
-def test_what_torch_takes_is_not_copied() -> None:
+def test_operands_that_torch_accepts_are_not_copied() -> None:
     rows, weights = torch.randn(6, 64).bfloat16(), torch.randn(3, 16, 64).bfloat16()
     for matrix in (rows, rows[2:4], rows[:, :32], weights, weights[1:, :8]):
         assert for_torch(matrix) is matrix

@@ -112,7 +112,7 @@ def test_recipes_per_layer() -> None:
 
 
 class Around(StackedExperts):
-    """Stacked experts that call other ones."""
+    """Stacked experts that call other experts."""
 
     def __init__(self) -> None:
         super().__init__(64, 96, 4)
@@ -155,10 +155,10 @@ def test_a_module_without_rows_times_experts_raises() -> None:
     with pytest.raises(ValueError, match=r"Batched called neither .* with 2-D rows and stacked 3-D weights, so nothing of it runs in MX"):
         net["experts"](x)
     convert_experts(net, "experts", "bf16")
-    assert torch.equal(net["experts"](x), plain), "nothing of it is to run in MXFP8"
+    assert torch.equal(net["experts"](x), plain), "no part of it may run in MXFP8"
 
 
-def test_own_layers_just_get_the_recipe() -> None:
+def test_layers_of_mxep_only_get_the_recipe() -> None:
     net = nn.ModuleList([MoE(MoEConfig(64, 96, 4, 2), "hp") for _ in range(2)])
     assert convert_experts(net, ["0.experts"], "mxfp8_wgrad_with_hp") == ["0.experts"]
     assert [moe.experts.recipe.name for moe in net] == ["mxfp8_wgrad_with_hp", "hp"]
@@ -166,8 +166,8 @@ def test_own_layers_just_get_the_recipe() -> None:
     assert "forward" not in vars(net[0].experts)
 
 
-def test_a_forward_of_its_own_is_not_lost() -> None:
-    """One that was put in place before is refused, and one around a converted module stays when it is converted anew."""
+def test_a_replaced_forward_is_not_lost() -> None:
+    """A forward that was replaced before is refused; a forward around a converted module stays when it is converted again."""
     net = model()
     recompute_blocks([net["layers"][1].experts], "full")
     with pytest.raises(ValueError, match=r"layers\.1\.experts \(TitanExperts\) has a forward of its own.* convert it before that"):

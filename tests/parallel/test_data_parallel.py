@@ -1,4 +1,4 @@
-"""Gradients under FSDP + EP and under DDP equal those of one process (trap 4.8 of the facts: no factor of the EP degree)."""
+"""Gradients under FSDP + EP and under DDP equal those of one process, without a factor of the EP degree."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def check_fewer_experts_than_ranks(rank: int, world: int) -> None:
 
 
 class UserLayer(nn.Module):
-    """Somebody else's layer: fixed routing, experts with a GEMM of ours in the ParallelStyle."""
+    """A user's layer: fixed routing, experts with our grouped GEMM in the ParallelStyle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def counts_gathers(rank: int, world: int) -> None:
         assert torch.equal(net(x), plain(x))
         for parameter in (*shards, *plain.parameters()):
             parameter.mul_(0.5)
-        assert torch.equal(net(x), plain(x)), "weights changed between two evaluations are gathered anew"
+        assert torch.equal(net(x), plain(x)), "weights that changed between two evaluations are gathered again"
 
 
 def test_the_models_own_parameters_are_gathered_once_a_step() -> None:
@@ -360,7 +360,7 @@ def test_the_gate_is_rounded_where_bf16_was_asked_for(fused: bool, one_rank: Non
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_evaluation_leaves_no_gate_gathered(fused: bool, one_rank: None) -> None:
-    """A forward behind it, without a backward between, reads the values that the gate has by then."""
+    """A later forward, without a backward in between, reads the current values of the gate."""
     net, meshes = OneLayer(layer_with_near_ties("fp32"), False), build_meshes(1, 1, "cpu")
     if fused:
         fuse_layers(net)
@@ -384,7 +384,7 @@ def whole_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def other_calls_of_fsdp(rank: int, world: int) -> None:
-    """Forwards and backwards beside a plain step: another forward before backward, one without gradients, backward a second time."""
+    """Forwards and backwards in addition to a plain step: a second forward before backward, one without gradients, a second backward."""
     for fused in (False, True):
         for reshard in (True, False):
             meshes = build_meshes(world, 2, "cpu")
@@ -434,13 +434,13 @@ def other_calls_of_fsdp(rank: int, world: int) -> None:
             # Weights that change between two evaluations, or after one, are read.
             with torch.no_grad():
                 before = net(x)
-                assert [*map(id, net.parameters())] == [*map(id, held.values())], "nothing is left gathered"
+                assert [*map(id, net.parameters())] == [*map(id, held.values())], "no parameter stays gathered"
                 for parameter in net.parameters():
                     parameter.mul_(1.5)
                 assert not torch.allclose(net(x), before)
 
 
-def test_forwards_and_backwards_beside_a_plain_step() -> None:
+def test_additional_forwards_and_backwards_of_a_step() -> None:
     run_ranks(other_calls_of_fsdp, 2)
 
 
@@ -491,7 +491,7 @@ def gradients_that_are_asked_for(rank: int, world: int) -> None:
         torch.testing.assert_close(parameter.grad, 2 * grad)
 
 
-def test_ddp_leaves_gradients_alone_that_are_only_asked_for() -> None:
+def test_ddp_does_not_change_gradients_of_autograd_grad() -> None:
     run_ranks(gradients_that_are_asked_for, 2)
 
 
@@ -521,7 +521,7 @@ class Gathers(TorchDispatchMode):
 
 
 def test_forwards_of_one_evaluation_gather_once() -> None:
-    """As a pipeline's microbatches are; afterwards nothing is left gathered."""
+    """As with a pipeline's microbatches; afterwards no parameter stays gathered."""
     run_ranks(gathers_of_evaluations, 2)
 
 

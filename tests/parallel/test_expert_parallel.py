@@ -64,7 +64,7 @@ def unmerge(case: Case, merged: Tensor) -> list[Tensor]:
 
 
 def one_process(experts: nn.Module, case: Case, recipe_name: str) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Outputs and dx per rank, and dW, of the whole group in one process on the same road."""
+    """Outputs and dx per rank, and dW, of the whole group in one process, by the same blocks."""
     recipe = resolve_recipe(recipe_name)
     rows = merge(case, case.rows).requires_grad_()
     plan = ExchangePlan.from_counts(sum(case.counts), None)
@@ -288,7 +288,7 @@ def test_style_on_four_ranks_in_one_group_and_in_two() -> None:
 
 
 @pytest.mark.parametrize("layer", [MoE(MoEConfig(D, H, E, 2)), nn.ModuleDict({"experts": CallingExperts(D, H, E)})])
-def test_what_is_no_mesh(layer: nn.Module) -> None:
+def test_invalid_meshes(layer: nn.Module) -> None:
     for mesh, got in (("ep", "'ep'"), (None, "None")):
         with pytest.raises(ValueError, match=rf"the mesh is {got}, want a torch DeviceMesh.*init_device_mesh"):
             apply_mxfp8_expert_parallel(layer, mesh)  # type: ignore[arg-type]

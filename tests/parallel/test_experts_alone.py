@@ -1,4 +1,4 @@
-"""Experts whose shards no other rank has stay out of FSDP, and give what FSDP over a mesh of one rank gives."""
+"""Experts that no other rank shares stay out of FSDP, and have the results of FSDP over a mesh of one rank."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from mxep.train.optimizer import build_optimizer, clip_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FP8_WGRAD = "mxfp8_wgrad_with_mx"
-ROADS = ("three GEMMs", "one function", "fused layer")
+KINDS = ("three GEMMs", "one function", "fused layer")
 
 
-def build(meshes: Meshes, recipe: str, road: str, reshard: bool = True, by_fsdp: bool = False) -> Net:
-    """A net in bf16 with float32 parameters; its experts left out of FSDP, or under it as wherever several ranks share them."""
+def build(meshes: Meshes, recipe: str, kind: str, reshard: bool = True, by_fsdp: bool = False) -> Net:
+    """A net in bf16 with float32 parameters. Its experts are left out of FSDP, or under it as with shards on several ranks."""
     net = Net(recipe).to(meshes.dp.device_type)
     for layer in net.layers:
-        layer.experts.fused = road == "one function"
-    if road == "fused layer":
+        layer.experts.fused = kind == "one function"
+    if kind == "fused layer":
         fuse_layers(net)
     for layer in net.layers:
         parallelize_moe(layer, meshes.ep)
@@ -43,14 +43,14 @@ def build(meshes: Meshes, recipe: str, road: str, reshard: bool = True, by_fsdp:
     return net
 
 
-def here(net: Net, rank: int, world: int) -> list[Tensor]:
-    """This rank's tokens of two passes, where the net is."""
+def tokens_of_rank(net: Net, rank: int, world: int) -> list[Tensor]:
+    """This rank's tokens of two passes, on the device of the net."""
     return [ranks[rank].to(net.embed.weight.device) for ranks in batches(max(world, 2))]
 
 
 def backward(net: Net, rank: int, world: int) -> Tensor:
-    """Two passes of a step, of which FSDP shares the gradients with the last."""
-    passes, losses = here(net, rank, world), []
+    """Two passes of a step; FSDP reduces the gradients after the last one."""
+    passes, losses = tokens_of_rank(net, rank, world), []
     for index, x in enumerate(passes):
         net.set_requires_gradient_sync(index + 1 == len(passes))
         losses.append(objective(net, x, 100))
@@ -70,21 +70,21 @@ def train(net: Net, rank: int, world: int) -> list[Tensor]:
 
 def compare_ranks(rank: int, world: int, device: str = "cpu") -> None:
     meshes = build_meshes(world, world, device)
-    for recipe, road in itertools.product(("hp", "mxfp8_wgrad_with_hp", "mxfp8"), ROADS):
-        reshard = road != "one function"
-        nets = [build(meshes, recipe, road, reshard, by_fsdp) for by_fsdp in (False, True)]
-        nets[0].recompute = road == "three GEMMs"
+    for recipe, kind in itertools.product(("hp", "mxfp8_wgrad_with_hp", "mxfp8"), KINDS):
+        reshard = kind != "one function"
+        nets = [build(meshes, recipe, kind, reshard, by_fsdp) for by_fsdp in (False, True)]
+        nets[0].recompute = kind == "three GEMMs"
         for got, want in zip(*(train(net, rank, world) for net in nets), strict=True):
             assert got.dtype == want.dtype
-            assert torch.equal(got, want), (recipe, road)
-    for road in ROADS:
-        check_unrounded(*(build(meshes, FP8_WGRAD, road, by_fsdp=by_fsdp) for by_fsdp in (False, True)), rank, world)
+            assert torch.equal(got, want), (recipe, kind)
+    for kind in KINDS:
+        check_unrounded(*(build(meshes, FP8_WGRAD, kind, by_fsdp=by_fsdp) for by_fsdp in (False, True)), rank, world)
 
 
 def check_unrounded(alone: Net, by_fsdp: Net, rank: int, world: int) -> None:
-    """dW from MX comes in float32: FSDP's before it was rounded to bf16. All else is as FSDP has it."""
+    """dW from MX operands is in float32: that of FSDP before rounding to bf16. All other gradients are those of FSDP."""
     for net in (alone, by_fsdp):
-        objective(net, here(net, rank, world)[0], 100).backward()
+        objective(net, tokens_of_rank(net, rank, world)[0], 100).backward()
     for (name, p), q in zip(alone.named_parameters(), by_fsdp.parameters(), strict=True):
         assert p.grad.dtype == FP32
         got, want = p.grad.to_local(), q.grad.to_local()
@@ -104,8 +104,8 @@ def meshes() -> Iterator[Meshes]:
     dist.destroy_process_group()
 
 
-class Passes(TorchDispatchMode):
-    """Names what reads or writes tensors of a weight's shape, by operator."""
+class WeightSizedResults(TorchDispatchMode):
+    """Records the operators that return tensors of a weight's shape."""
 
     def __init__(self, shapes: set[tuple[int, ...]]) -> None:
         super().__init__()
@@ -122,41 +122,41 @@ def weights_of(net: Net) -> list[Tensor]:
     return [p.to_local().detach() for layer in net.layers for p in layer.experts.parameters()]
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("recipe", "casts"), [(FP8_WGRAD, 2), ("mxfp8_wgrad_with_hp", 3)])
-def test_a_step_casts_weights_and_copies_nothing(road: str, recipe: str, casts: int, meshes: Meshes) -> None:
+def test_a_step_casts_weights_and_copies_nothing(kind: str, recipe: str, casts: int, meshes: Meshes) -> None:
     """Each weight is cast once in forward and once in backward; its gradient only where torch's GEMM makes it in bf16."""
-    net = build(meshes, recipe, road)
+    net = build(meshes, recipe, kind)
     weights = weights_of(net)
-    with Passes({tuple(w.shape) for w in weights}) as passes:
-        loss = objective(net, here(net, 0, 1)[0], 37)
-        forward = passes.seen.copy()
+    with WeightSizedResults({tuple(w.shape) for w in weights}) as results:
+        loss = objective(net, tokens_of_rank(net, 0, 1)[0], 37)
+        forward = results.seen.copy()
         loss.backward()
-    made = [name for name in passes.seen if name not in ("empty", "empty_like", "zeros", "mm", "stack")]
+    made = [name for name in results.seen if name not in ("empty", "empty_like", "zeros", "mm", "stack")]
     assert forward.count("_to_copy") == len(weights)
     assert made.count("_to_copy") == casts * len(weights), made
     assert not {"copy_", "clone"} & set(made), made
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_hp", FP8_WGRAD, "mxfp8"])
-def test_backward_keeps_the_weights_themselves(road: str, recipe: str, meshes: Meshes) -> None:
-    net = build(meshes, recipe, road)
+def test_backward_keeps_the_weights_themselves(kind: str, recipe: str, meshes: Meshes) -> None:
+    net = build(meshes, recipe, kind)
     weights = weights_of(net)
     shapes, own = {tuple(sorted(w.shape)) for w in weights}, {w.data_ptr() for w in weights}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        objective(net, here(net, 0, 1)[0], 37)
+        objective(net, tokens_of_rank(net, 0, 1)[0], 37)
     found = [t for t in kept if tuple(sorted(t.shape)) in shapes]
     assert {t.data_ptr() for t in found} == own
     assert all(t.dtype == FP32 for t in found)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_weights_quantised_once_a_step(road: str, meshes: Meshes) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_quantised_once_a_step(kind: str, meshes: Meshes) -> None:
     results = []
     for cached in (False, True):
-        net = build(meshes, "mxfp8_wgrad_with_hp", road)
+        net = build(meshes, "mxfp8_wgrad_with_hp", kind)
         optimizer = build_optimizer(net, 1e-2, 0.1)
         cache = cache_quantized_weights(net, optimizer) if cached else None
         seen = []
@@ -164,13 +164,13 @@ def test_weights_quantised_once_a_step(road: str, meshes: Meshes) -> None:
             seen.append(backward(net, 0, 1))
             optimizer.step()
             optimizer.zero_grad()
-            assert cache is None or cache.fills == len(net.layers) * step * (6 if road == "three GEMMs" else 4)
+            assert cache is None or cache.fills == len(net.layers) * step * (6 if kind == "three GEMMs" else 4)
         results.append(seen + weights_of(net))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_passes_change_no_bit(meshes: Meshes) -> None:
-    """Later passes write into the first one's gradients, which are cast when all have."""
+def test_chunks_change_no_bit(meshes: Meshes) -> None:
+    """Later chunks write into the gradients of the first one, which are cast after the last chunk."""
     for recipe in ("hp", "mxfp8_wgrad_with_hp", FP8_WGRAD):
         gradients = []
         for rows in (None, 96):
@@ -178,12 +178,12 @@ def test_passes_change_no_bit(meshes: Meshes) -> None:
             for layer in net.layers:
                 assert isinstance(layer, FusedMoE)
                 layer.runtime = RuntimeEPConfig(scratch_rows=rows)
-            objective(net, here(net, 0, 1)[0], 37).backward()
+            objective(net, tokens_of_rank(net, 0, 1)[0], 37).backward()
             gradients.append([p.grad.to_local() for p in net.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), recipe
 
 
-def test_a_layer_fused_behind_fsdp(meshes: Meshes) -> None:
+def test_a_layer_fused_after_fsdp(meshes: Meshes) -> None:
     """Experts that FSDP left out may still be fused, where neither their layer nor its router is an FSDP module; they read their weights
     as before."""
     net = build(meshes, "hp", "three GEMMs")
@@ -191,16 +191,16 @@ def test_a_layer_fused_behind_fsdp(meshes: Meshes) -> None:
         fuse_layers(net)
     for router_dtype in ("fp32", "bf16"):
         config = dataclasses.replace(CONFIG, router_dtype=router_dtype)
-        around = torch.nn.Sequential(torch.nn.Sequential(*Net("hp", config).layers))
-        for layer in around[0]:
+        wrapped = torch.nn.Sequential(torch.nn.Sequential(*Net("hp", config).layers))
+        for layer in wrapped[0]:
             parallelize_moe(layer, meshes.ep)
-        apply_fsdp(around, meshes, param_dtype=BF16)
+        apply_fsdp(wrapped, meshes, param_dtype=BF16)
         if router_dtype == "fp32":
             with pytest.raises(ValueError, match=r"FusedMoE.of: MoE with FSDPRouter and Experts, want .* fuse before FSDP wraps them"):
-                fuse_layers(around)
-    fuse_layers(around)
-    assert around(torch.randn(8, CONFIG.dim)).dtype == BF16
-    assert all(layer.experts.compute_dtype == BF16 for layer in around[0])
+                fuse_layers(wrapped)
+    fuse_layers(wrapped)
+    assert wrapped(torch.randn(8, CONFIG.dim)).dtype == BF16
+    assert all(layer.experts.compute_dtype == BF16 for layer in wrapped[0])
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -288,7 +288,7 @@ def test_fsdp_shards_the_bytes() -> None:
     ],
     ids=["no match", "nothing left", "width", "dtype", "no weights"],
 )
-def test_what_cannot_be_converted(make: Any, options: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_modules_that_cannot_be_converted(make: Any, options: dict[str, Any], words: tuple[str, ...]) -> None:
     with raises_naming("quantize_base", *words):
         mxep.quantize_base(make(), **options)
 
@@ -314,7 +314,7 @@ def test_frozen_weights_cannot_learn() -> None:
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
-def test_no_optimizer_drops_its_updates_in_silence(options: dict[str, bool]) -> None:
+def test_every_optimizer_raises_for_frozen_weights(options: dict[str, bool]) -> None:
     model = nn.Linear(64, 64)
     mxep.quantize_base(model)
     model.weight.requires_grad = True
@@ -367,8 +367,8 @@ def test_expert_parallelism_of_a_frozen_base(world: int) -> None:
     assert run_ranks(_sharded, world) == [[(True, True)] * 2] * world
 
 
-def test_a_weight_that_takes_the_place_of_another_has_a_form_of_its_own() -> None:
-    """As a merged adapter that is frozen again: what is gone leaves its address to what comes."""
+def test_a_weight_at_the_address_of_a_freed_one_has_a_form_of_its_own() -> None:
+    """As when a merged adapter is frozen again: the new weight may get the address of the freed one."""
     layer = mxep.FusedMoE(mxep.MoEConfig(64, 32, 4, 2), "mxfp8_wgrad_with_hp")
     mxep.quantize_base(layer, "experts", keep_dgrad_form=True)
     x = torch.randn(32, 64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Which shapes of dense linear layers are converted: those that were measured to gain, and wider ones."""
+"""Shapes of dense linear layers that are converted: those that were measured to be faster, and wider ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("recipe", [MX, HP])
-def test_what_was_measured_to_lose_stays(recipe: Recipe) -> None:
+def test_shapes_that_were_measured_slower_stay(recipe: Recipe) -> None:
     for row in measured_times():
         if getattr(row, recipe.wgrad) >= row.bf16:
             assert not linear_gains(row.K, row.N, recipe, row.T), row

@@ -1,4 +1,4 @@
-"""Dense linear layers in MXFP8 against float64 and bf16; what is converted, what is kept, what is refused."""
+"""Dense linear layers in MXFP8 against float64 and bf16; layers that are converted, that stay, and that are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_against_float64_and_high_precision(recipe: str, dtype: torch.dtype, tok
         assert found[name].shape == truth[name].shape
         assert sqnr_db(truth[name], found[name]) > least, name
     if RECIPES[recipe].wgrad == "hp":
-        assert torch.equal(found["weight"], plain["weight"]) or sqnr_db(truth["weight"], found["weight"]) > 50, "the operands as they came"
+        assert torch.equal(found["weight"], plain["weight"]) or sqnr_db(truth["weight"], found["weight"]) > 50, "the operands unchanged"
 
 
 def test_no_rows_and_no_gradient_of_the_weight() -> None:
@@ -125,7 +125,7 @@ class Block(nn.Module):
         self.logits = OutputProjection(64, 32)
 
 
-def test_what_is_converted() -> None:
+def test_layers_that_are_converted() -> None:
     shared = [f"moe.shared_experts.w{number}" for number in (1, 2, 3)]
     block = Block()
     assert convert_linears(block) == ["attention.wq", "attention.wo", *shared]
@@ -186,7 +186,7 @@ def test_hooks_stay() -> None:
     assert len(seen) == 2
 
 
-def test_a_forward_of_its_own_is_not_lost() -> None:
+def test_a_replaced_forward_is_not_lost() -> None:
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
     recompute_blocks([model[1]], "full")
     with pytest.raises(ValueError, match=r"1: a forward of its own.* convert it before that, or leave it out"):
@@ -241,7 +241,7 @@ def test_sharded_by_fsdp() -> None:
     ],
 )
 def test_operands_that_do_not_fit(x: Tensor, bias: Tensor | None, message: str) -> None:
-    """In every call, also after one that fitted: what is kept of a check is its answer for these shapes, dtypes and devices."""
+    """In every call, also after one that fitted: results of checks are cached by shapes, dtypes and devices."""
     layer = MXLinear(nn.Linear(64, 96), RECIPES["mxfp8_gemm"])
     assert layer(torch.randn(4, 64)).shape == (4, 96)
     if bias is not None:

@@ -43,7 +43,7 @@ def test_wgrad_added_to_a_main_gradient(name: str, mx: bool) -> None:
         assert_same(got[0], d_a, "dX")
         assert got[1] is None
     assert_same(main[2], before[2], "an empty group adds nothing")
-    assert sqnr(d_w.float(), (main - before) / 2) > 50, "as much as the gradient's own rounding lets see"
+    assert sqnr(d_w.float(), (main - before) / 2) > 50, "up to the rounding of the gradient"
 
 
 def test_main_gradients_that_do_not_fit() -> None:

@@ -1,4 +1,4 @@
-"""Which ranks stand together for every combination of degrees, without starting any of them; and degrees that do not fit."""
+"""Ranks of every mesh for every combination of degrees, without starting any rank; and degrees that do not fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mxep.parallel import ParallelDims, build_meshes
 
 
-def place(world: int, degrees: ParallelDims, rank: int) -> dict[str, list]:
+def meshes_of(world: int, degrees: ParallelDims, rank: int) -> dict[str, list]:
     """Ranks of every mesh as `rank` sees them, and its part of the batch."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -25,22 +25,22 @@ def place(world: int, degrees: ParallelDims, rank: int) -> dict[str, list]:
 
 
 def test_ep_folded_out_of_data_parallelism() -> None:
-    places = [place(4, ParallelDims(ep=2), rank) for rank in range(4)]
-    assert [at["dp"] for at in places] == [[0, 1, 2, 3]] * 4
-    assert [at["ep"] for at in places] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [at["dp_mod_ep"] for at in places] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [at["data"] for at in places] == [[0, 4], [1, 4], [2, 4], [3, 4]]
+    ranks = [meshes_of(4, ParallelDims(ep=2), rank) for rank in range(4)]
+    assert [at["dp"] for at in ranks] == [[0, 1, 2, 3]] * 4
+    assert [at["ep"] for at in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [at["dp_mod_ep"] for at in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [at["data"] for at in ranks] == [[0, 4], [1, 4], [2, 4], [3, 4]]
 
 
 def test_tensor_parallel_ranks_are_ep_ranks() -> None:
-    at = place(8, ParallelDims(ep=4, tp=2), 5)
+    at = meshes_of(8, ParallelDims(ep=4, tp=2), 5)
     assert (at["tp"], at["ep"]) == ([4, 5], [4, 5, 6, 7])
     assert (at["dp_mod_ep"], at["dp_mod_tp"], at["dp"]) == ([1, 5], [1, 3, 5, 7], list(range(8)))
     assert at["data"] == [2, 4]
 
 
 def test_stages_and_replicas() -> None:
-    at = place(16, ParallelDims(ep=2, tp=2, pp=2, replicate=2), 13)
+    at = meshes_of(16, ParallelDims(ep=2, tp=2, pp=2, replicate=2), 13)
     assert (at["pp"], at["stage"], at["dp"]) == ([5, 13], list(range(8, 16)), [[8, 9, 10, 11], [12, 13, 14, 15]])
     assert at["ep"] == at["tp"] == [12, 13]
     assert at["dp_mod_ep"] == [[9, 11], [13, 15]]
@@ -49,7 +49,7 @@ def test_stages_and_replicas() -> None:
 
 @pytest.mark.parametrize("degrees", [ParallelDims(*some) for some in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2))], ids=str)
 def test_every_combination_covers_the_ranks_of_a_stage(degrees: ParallelDims) -> None:
-    at = {name: torch.tensor(ranks) for name, ranks in place(16, degrees, 9).items()}
+    at = {name: torch.tensor(ranks) for name, ranks in meshes_of(16, degrees, 9).items()}
     here = set(at["stage"].tolist())
     assert len(here) == 16 // degrees.pp
     assert set(at["dp"].flatten().tolist()) == here

@@ -65,7 +65,7 @@ def step(block: nn.Module) -> tuple[list[Tensor], Counter[str], Counter[tuple[in
 
 
 def again(mode: Recompute, kind: type[Block] = Block, runtime: RuntimeEPConfig | None = RUNTIMES["as it is"]) -> tuple[Counter, Counter]:
-    """What runs more often than without recomputation: operators and forms of weights. Gradients are the same bits."""
+    """Operators and forms of weights that run more often than without recomputation. Gradients have the same bits."""
     want, plain, plain_forms = step(made("none", kind, runtime))
     found, calls, forms = step(made(mode, kind, runtime))
     for a, b in zip(found, want, strict=True):
@@ -119,7 +119,7 @@ def test_experts_alone() -> None:
 
 
 def test_given_choices() -> None:
-    """`fused_experts` in a checkpoint of its own, and with a product behind it."""
+    """`fused_experts` in a checkpoint of its own, and with a product after it."""
     choices, scores = torch.tensor([[0, 3], [2, 1]]).repeat(8, 1), torch.rand(16, 2)
     leaves = [torch.randn(shape).requires_grad_() for shape in ((16, D), (4, 2 * H, D), (4, D, H))]
 
@@ -183,7 +183,7 @@ class ChangesItsInput(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])
-def test_a_change_in_place_of_what_an_moe_keeps_is_an_error(kind: type[MoE]) -> None:
+def test_an_in_place_change_of_saved_tensors_of_an_moe_is_an_error(kind: type[MoE]) -> None:
     """As autograd has it without recomputation."""
     block = ChangesItsInput(kind(MoEConfig(D, 32, 4, 2), "hp"))
     recompute_blocks([block], "keep_moe")

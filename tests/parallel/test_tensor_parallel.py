@@ -135,5 +135,5 @@ def refusals(rank: int, world: int) -> None:
         apply_ddp(nn.Linear(2, 2), meshes)
 
 
-def test_what_cannot_be_sharded() -> None:
+def test_modules_that_cannot_be_sharded() -> None:
     run_ranks(refusals, 2)

@@ -3,7 +3,7 @@
     python tests/programs/count_code.py src
     python tests/programs/count_code.py src --against d56204a
 
-Prints one line per room (a folder or file directly below a package) and the total.  With `--against` the second column is the count at
+Prints one line per part (a folder or file directly below a package) and the total.  With `--against` the second column is the count at
 that commit.  A line counts when a part of it is code; a string over several lines counts with all of them, unless it is a docstring.
 """
 
@@ -79,14 +79,14 @@ def _without_comments(line: str, in_comment: bool) -> tuple[str, bool]:
 
 
 def count(files: dict[str, str]) -> Counter[str]:
-    """Lines of code per room, of files by their path below the folder that is counted."""
-    rooms: Counter[str] = Counter()
+    """Lines of code per part, of files by their path below the folder that is counted."""
+    parts: Counter[str] = Counter()
     for name, source in files.items():
         path = PurePosixPath(name)
         if path.suffix not in (".py", *CUDA):
             continue
-        rooms["/".join(path.parts[:2]).removesuffix(".py")] += cuda_lines(source) if path.suffix in CUDA else python_lines(source)
-    return rooms
+        parts["/".join(path.parts[:2]).removesuffix(".py")] += cuda_lines(source) if path.suffix in CUDA else python_lines(source)
+    return parts
 
 
 def files_now(folder: Path) -> dict[str, str]:
@@ -104,14 +104,14 @@ def files_at(commit: str, folder: Path) -> dict[str, str]:
 
 
 def table(now: Counter[str], before: Counter[str] | None) -> list[str]:
-    """One line per room, then the total."""
+    """One line per part, then the total."""
     if before is None:
-        rows = [(room, f"{lines:7}") for room, lines in sorted(now.items())]
-        return [f"{lines}  {room}" for room, lines in (*rows, ("total", f"{now.total():7}"))]
-    rooms = [(room, now[room], before[room]) for room in sorted(now | before)]
+        rows = [(part, f"{lines:7}") for part, lines in sorted(now.items())]
+        return [f"{lines}  {part}" for part, lines in (*rows, ("total", f"{now.total():7}"))]
+    parts = [(part, now[part], before[part]) for part in sorted(now | before)]
     return [
-        f"{lines:7} {then:7} {f'{lines / then - 1:+.1%}' if then else 'new':>8}  {room}"
-        for room, lines, then in (*rooms, ("total", now.total(), before.total()))
+        f"{lines:7} {then:7} {f'{lines / then - 1:+.1%}' if then else 'new':>8}  {part}"
+        for part, lines, then in (*parts, ("total", now.total(), before.total()))
     ]
 
 

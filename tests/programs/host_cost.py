@@ -1,4 +1,4 @@
-"""What calls of this package cost the host: microseconds until a call returns, torch operators and Python function calls in it.
+"""The host cost of calls of this package: microseconds until a call returns, torch operators and Python function calls in it.
 
     python tests/programs/host_cost.py [--json] [--device cpu|cuda]
 
@@ -153,7 +153,7 @@ def calls(device: torch.device) -> dict[str, Call]:
     shape, permuted, row_map, _, offs = mxep.permute_mxfp8_fwd_hp_bwd(received, counts, 1, 2)
     w = values(2, N, D).transpose(-2, -1)
     out = mxep.to_mxfp8_then_scaled_grouped_mm(permuted, w, offs, wgrad_with_hp=True)
-    home = mxep.unpermute_hp_fwd_mxfp8_bwd(out, row_map, shape)
+    unpermuted = mxep.unpermute_hp_fwd_mxfp8_bwd(out, row_map, shape)
     rows_of_w, main = torch.nn.Parameter(values(2, N, D)), torch.zeros(2, N, D, device=device)
 
     def with_main_grad() -> None:
@@ -167,7 +167,7 @@ def calls(device: torch.device) -> dict[str, Call]:
         "grouped mm with a main gradient f+b": with_main_grad,
         "grouped mm": lambda: mxep.to_mxfp8_then_scaled_grouped_mm(permuted, w, offs, wgrad_with_hp=True),
         "unpermute": lambda: mxep.unpermute_hp_fwd_mxfp8_bwd(out, row_map, shape),
-        "combine": lambda: mxep.a2a_combine_hp_fwd_mxfp8_bwd(home, splits, splits),
+        "combine": lambda: mxep.a2a_combine_hp_fwd_mxfp8_bwd(unpermuted, splits, splits),
     }
 
 

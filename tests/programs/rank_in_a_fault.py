@@ -1,6 +1,6 @@
 """One rank of a fused layer over symmetric memory, in a process that ends as a user's does; tests/faults.py starts all of them.
 
-Rank 1 is killed or stopped by itself, so it is known what it had done; the others must end with an ExchangeError that nobody catches.
+Rank 1 kills or stops itself at a known point; the others must end with an uncaught ExchangeError.
 
     python rank_in_a_fault.py RANK WORLD FOLDER DEVICE MOMENT SIGNAL TIMEOUT_S
 """
@@ -40,7 +40,7 @@ _SPIN = 200 * 10**9  # cycles, more than a minute
 
 
 class FileMemory:
-    """Slabs that processes without a GPU share: a file for each rank's."""
+    """Buffers that processes without a GPU share: one file for each rank."""
 
     def __init__(self, rank: int, world: int, folder: Path, rendezvous: HostAllGather) -> None:
         self._rank, self._world, self._folder, self._rendezvous, self._count = rank, world, folder, rendezvous, 0
@@ -86,7 +86,7 @@ def over_gpus(rank: int, world: int, folder: Path, timeout_s: float) -> str:
 
 
 def steps(rank: int, world: int, name: str, count: int) -> None:
-    """The same step so many times: a fused layer, forward and backward; the host waits for the device at the end of each alone."""
+    """Repeats one step, forward and backward of a fused layer; the host waits for the device only at the end of each step."""
     x, dy = batch(world, "random", torch.bfloat16)
     moe = spread(layer("mxfp8_wgrad_with_hp", torch.bfloat16, "random"), rank, world, name)
     for _ in range(count):
@@ -95,17 +95,17 @@ def steps(rank: int, world: int, name: str, count: int) -> None:
             torch.cuda.synchronize()
 
 
-def before_number(number: int, transport: Any, act: Callable[[], None], behind: Callable[[], None]) -> None:
-    """Act before an exchange opens, and behind its meeting; they count from 1, from now on."""
+def around_number(number: int, transport: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call `before` before an exchange opens, and `after` behind its host all-gather; exchanges count from 1, from now on."""
     opens, count = transport._open, [0]
 
     def counted(*arguments: Any) -> Any:
         count[0] += 1
         if count[0] != number:
             return opens(*arguments)
-        act()
+        before()
         opened = opens(*arguments)
-        behind()
+        after()
         return opened
 
     transport._open = counted
@@ -121,13 +121,13 @@ def forget_kernels() -> None:
 
 
 def main(rank: int, world: int, folder: Path, device: str, moment: str, name_of_signal: str, timeout_s: float) -> None:
-    faulthandler.register(signal.SIGUSR1)  # a test that finds this rank hanging asks where
+    faulthandler.register(signal.SIGUSR1)  # a test asks a hanging rank for its stacks
     name = (over_gpus if device == "cuda" else over_files)(rank, world, folder, timeout_s)
     transport: Any = transport_of(name, torch.device(device, rank if device == "cuda" else None))
-    steps(rank, world, name, 2)  # memory is there from now on
+    steps(rank, world, name, 2)  # allocates memory
     before = transport.num_exchanges
     steps(rank, world, name, 1)
-    assert transport.num_exchanges - before == 6, "the tables and the tokens of one meeting, sums home; dy out, scores home, sums home"
+    assert transport.num_exchanges - before == 6, "forward: tables, tokens, sums; backward: dy, scores, sums"
 
     def strike() -> None:
         (folder / "struck.part").write_text(str(time.monotonic()))
@@ -139,18 +139,18 @@ def main(rank: int, world: int, folder: Path, device: str, moment: str, name_of_
         pass
 
     if rank != VICTIM and moment.endswith("loading"):
-        before_number(MOMENTS[moment], transport, nothing, forget_kernels)
+        around_number(MOMENTS[moment], transport, nothing, forget_kernels)
     elif rank == VICTIM and moment == "between steps":
         strike()
     elif rank == VICTIM:
         spins = moment.endswith("busy")
-        before_number(MOMENTS[moment], transport, (lambda: torch.cuda._sleep(_SPIN)) if spins else nothing, strike)
+        around_number(MOMENTS[moment], transport, (lambda: torch.cuda._sleep(_SPIN)) if spins else nothing, strike)
     try:
         steps(rank, world, name, 3)
     except ExchangeError:
         (folder / f"raised{rank}").write_text(str(time.monotonic()))
         raise
-    raise AssertionError("nobody told that a rank does not come")
+    raise AssertionError("no exchange raised for the missing rank")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tests/programs/sanitize.py --record --tool racecheck --limit 120 quantize_rows adamw_step
 
 Wants a CUDA GPU, each test one, and compute-sanitizer (of CUDA 12.3 or newer) on the PATH; several GPUs share the tests out.
-Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that what lies one value behind it is nobody's; tests that
+Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that memory right after it belongs to no tensor; tests that
 capture graphs want torch's allocator and are left out, those of tensors beyond 2 GiB for their time.  The tool leaves torch's own kernels
 alone, of which references are made and which take most of the time.  Ends with status 1 unless every test passed without an error of the
 tool.  Each tool has its record; a run of some files adds to it, and it names those that no run has ended of.
@@ -49,7 +49,7 @@ FILES = (  # those with the longest tests first
     ),
     *("activation_rebased", "weight_forms", "gather_quantize", "expert_rows", "loss", "router", "adamw_step"),
 )
-# A sync beside the tool's own says nothing. Of the longest tests, activations in float32, one function stands for all.
+# Host syncs cannot be tested under the tool, which syncs itself. Of the longest tests, activations in float32, one function is run.
 LEFT_OUT = "not graph and not gib and not billion and not host_sync and not (functions_forms and dtype1 and not plain)"
 SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)
 MOST = 12  # tests of one run under the tool, which makes them many times as slow
@@ -58,7 +58,7 @@ _OF_TORCH = "kns=at6native"  # in the mangled names of torch's kernels, namespac
 
 
 class Found(NamedTuple):
-    """What one file's tests came to: how many passed and failed, and the tool's errors, None where it said nothing of them."""
+    """Results of one file's tests: how many passed and failed, and the tool's errors, None if it did not print them."""
 
     passed: int
     failed: int
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        """Whether tests ran, to their end."""
+        """Whether tests ran to the end."""
         return self.errors is not None and self.passed + self.failed > 0
 
     @property
@@ -136,7 +136,7 @@ class TimeLimit:
 
 
 def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeLimit, gpu: str) -> tuple[Found, str]:
-    """Some tests under the tool on one GPU: what they came to, and all that was printed."""
+    """Some tests under the tool on one GPU: their results, and everything that was printed."""
     start, left_s, which = time.monotonic(), limit.left_s(), f"{tests[0]} and {len(tests) - 1} more"
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu}
@@ -157,7 +157,7 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeL
 
 
 def files_of(tool: str, device: str) -> dict[str, Any]:
-    """What earlier runs have recorded, by file."""
+    """Results of earlier runs, by file."""
     path = RESULTS / f"sanitizer_{tool}-{device}-1.json"
     return json.loads(path.read_text())[0]["files"] if path.is_file() else {}
 

@@ -35,13 +35,13 @@ class Trace(NamedTuple):
 
 def trace(work: Callable[[], object]) -> Trace:
     """Run work() and follow it through the files of mxep."""
-    places: list[tuple[str, str]] = []
+    frames: list[tuple[str, str]] = []
 
     def follow(frame: FrameType, event: str, argument: Any) -> Any:
         path = Path(frame.f_code.co_filename)
         if SOURCE not in path.parents:
             return None
-        places.append((path.relative_to(SOURCE).as_posix(), frame.f_code.co_name))
+        frames.append((path.relative_to(SOURCE).as_posix(), frame.f_code.co_name))
         return follow
 
     sys.settrace(follow)
@@ -49,8 +49,8 @@ def trace(work: Callable[[], object]) -> Trace:
         work()
     finally:
         sys.settrace(None)
-    changes = [(":".join(a), ":".join(b)) for a, b in pairwise(places) if a[0] != b[0]]
-    return Trace(list(dict.fromkeys(file for file, _ in places)), changes)
+    changes = [(":".join(a), ":".join(b)) for a, b in pairwise(frames) if a[0] != b[0]]
+    return Trace(list(dict.fromkeys(file for file, _ in frames)), changes)
 
 
 def trace_forward() -> Trace:

@@ -1,4 +1,4 @@
-"""What the installed Triton's own C function launches, by Triton's runner and by `mxep.ops.runtime.launch`: one line of JSON.
+"""Launches by the installed Triton's own C function, through Triton's runner and through `mxep.ops.runtime.launch`: one line of JSON.
 
     LD_LIBRARY_PATH=FOLDER TRITON_LIBCUDA_PATH=FOLDER python triton_launcher.py
 

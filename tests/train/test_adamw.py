@@ -153,7 +153,7 @@ def test_float32_is_one_call_for_each_group(grad_scale: float | None, found_inf:
 
 
 @pytest.mark.parametrize("precision", [StatePrecision(), *KINDS], ids=str)
-def test_a_state_dict_that_is_loaded_goes_on(precision: StatePrecision) -> None:
+def test_a_loaded_state_dict_continues(precision: StatePrecision) -> None:
     parameters, again = (parameters_of(precision.torch_dtype) for _ in range(2))
     optimizer, other = optimizer_of(parameters, precision), optimizer_of(again, precision)
     stepped(parameters, optimizer, range(2))
@@ -170,7 +170,7 @@ def test_a_state_dict_that_is_loaded_goes_on(precision: StatePrecision) -> None:
 
 
 @pytest.mark.parametrize("precision", [StatePrecision(), *KINDS], ids=str)
-def test_copies_and_pickles_go_on(precision: StatePrecision) -> None:
+def test_copies_and_pickles_continue(precision: StatePrecision) -> None:
     parameters = parameters_of(precision.torch_dtype)
     optimizer = optimizer_of(parameters, precision)
     stepped(parameters, optimizer, range(2))
@@ -215,7 +215,7 @@ def test_found_inf_above_zero_skips_a_step() -> None:
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)
 def test_squares_of_gradients(precision: StatePrecision) -> None:
-    """Those of the gradients as they came, added to what is there; none in a skipped step."""
+    """Squares of the unchanged gradients are added to the sum; none in a skipped step."""
     parameters = parameters_of(precision.torch_dtype)
     optimizer = optimizer_of(parameters, precision)
     optimizer.grad_scale = torch.tensor(4.0)
@@ -229,8 +229,8 @@ def test_squares_of_gradients(precision: StatePrecision) -> None:
         assert float(squares) == pytest.approx(7.0 + (0.0 if skipped else added), rel=1e-12)
 
 
-def test_where_shards_lie_is_found_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in every step: it takes the host longer than the step does."""
+def test_positions_of_shards_are_found_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every step: it takes the host longer than the step itself."""
     mesh = init_device_mesh("cpu", (1,))
     parameters = {name: nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for name, p in parameters_of(torch.bfloat16).items()}
     whole = parameters_of(torch.bfloat16)
@@ -244,7 +244,7 @@ def test_where_shards_lie_is_found_once(one_rank: None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("precision", KINDS, ids=str)
-def test_a_skipped_step_leaves_everything(precision: StatePrecision) -> None:
+def test_a_skipped_step_changes_nothing(precision: StatePrecision) -> None:
     parameters = parameters_of(precision.torch_dtype)
     optimizer = optimizer_of(parameters, precision)
     stepped(parameters, optimizer, range(2))

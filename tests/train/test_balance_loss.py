@@ -1,4 +1,4 @@
-"""The balance loss of a run: transformers' number, the presets' weights, and the global batch's on ranks, stages and passes."""
+"""The balance loss of a run: transformers' number, the presets' weights, and that of the global batch over ranks and stages."""
 
 from __future__ import annotations
 

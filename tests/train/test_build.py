@@ -251,7 +251,7 @@ COMPILED = {"compile": True, "compile_backend": "aot_eager", "activation_checkpo
 def test_one_rank_without_fsdp_steps_as_with_it(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]
 ) -> None:
-    """Weights and moments to the bit, in float32 on a CPU, also where a run goes on as the other kind."""
+    """Weights and moments to the bit, in float32 on a CPU, also if a run resumes as the other kind."""
     text = tmp_path / "text.py"
     text.write_text(Path(json.__file__).read_text())
     figures, ends = [], []

@@ -71,7 +71,7 @@ def test_the_same_step_again(saved: Path) -> None:
     assert torch.equal(into["model.w"], tensors(2.0)["model.w"])
 
 
-def test_a_failed_write_leaves_the_last_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_last_checkpoint(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -84,7 +84,7 @@ def test_a_failed_write_leaves_the_last_one(saved: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("what", ["folder", "file", "link", "broken link"])
-def test_what_another_run_left_half_written_is_removed(saved: Path, what: str) -> None:
+def test_partial_checkpoints_of_another_run_are_removed(saved: Path, what: str) -> None:
     stale = saved.with_name(".step_00000008.abc.partial")
     if what == "folder":
         (stale / "tensors").mkdir(parents=True)

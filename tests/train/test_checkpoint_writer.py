@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: what is saved is the moment of the call, and a lost one is told."""
+"""Checkpoints written while training continues: they have the state at the call, and a lost one is reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def poisoned_while_written(rank: int, world: int, folder: str) -> None:
         held.clear()
         writer.save(step, {"w": weight, "b": bias}, {"rng": state}, facts)
         for tensor in (weight.to_local(), bias):
-            tensor.fill_(float("nan"))  # what an optimizer step would do, at its worst
+            tensor.fill_(float("nan"))  # the worst that an optimizer step can do
         facts["position"].append(0)
         held.set()
         writer.wait()
@@ -60,7 +60,9 @@ def test_the_next_step_changes_nothing_that_is_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_lost_checkpoint_is_told_once_and_the_next_one_counts(tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_checkpoint_is_reported_once_and_the_next_one_counts(
+    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -73,14 +75,14 @@ def test_a_lost_checkpoint_is_told_once_and_the_next_one_counts(tmp_path: Path, 
         writer.wait()
     assert len(writer.lost()) == 1
     assert not writer.lost()
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"], "what was written of it has made room"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"], "its partial files were removed"
     monkeypatch.undo()
     writer.save(3, {"w": torch.ones(2)}, {}, {})
     writer.wait()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000001", "step_00000003"]
 
 
-def test_news_outlive_the_next_save(tmp_path: Path) -> None:
+def test_results_of_a_save_outlive_the_next_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     writer = CheckpointWriter(tmp_path / "file", keep=2, background=True, timeout=TIMEOUT)
     for step in (1, 2):
@@ -154,7 +156,7 @@ def saves_after_a_disk_that_stood_still(rank: int, world: int, folder: str) -> N
                 writer.wait()
 
 
-def test_a_disk_that_stands_still_costs_one_checkpoint_and_not_all_later_ones(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_costs_one_checkpoint_and_not_all_later_ones(tmp_path: Path) -> None:
     run_ranks(saves_after_a_disk_that_stood_still, 2, str(tmp_path))
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"step_0000000{step}" for step in (1, 3, 5)]
 

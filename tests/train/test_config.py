@@ -1,4 +1,4 @@
-"""Options: defaults, checks, saving and loading, what is refused before a rank is started."""
+"""Options: defaults, checks, saving and loading, errors before a rank is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mxep.train.resolved_config import resolve, routed_as_asked
 from mxep.train.run_folder import choose_run_folder, list_checkpoints, locked_run_folder, newest_run
 
 
-def test_settle_fills_what_is_open() -> None:
+def test_settle_fills_open_options() -> None:
     settings = resolve(TrainConfig(), "cpu", 2)
     assert settings.model == "dsv3_debug_cpu"
     assert settings.steps == TRAIN_DEFAULTS["dsv3_debug_cpu"].steps
@@ -28,7 +28,7 @@ def test_settle_fills_what_is_open() -> None:
     assert resolve(TrainConfig(), "cuda", 12).ep == 4  # the largest that divides 12 ranks and 8 experts
     assert resolve(TrainConfig(warmup=0, steps=3), "cpu", 1).warmup == 0
     every = [resolve(TrainConfig(steps=steps), "cpu", 1).checkpoint_every for steps in (1, 4, 11, 1000, 100_000)]
-    assert every == [1, 1, 2, 100, 500], "what a kill may cost: a tenth of the run, 500 steps at most"
+    assert every == [1, 1, 2, 100, 500], "a kill may cost a tenth of the run, 500 steps at most"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ DAMAGED = {
 }
 
 
-def test_saved_options_come_back(tmp_path: Path) -> None:
+def test_saved_options_are_loaded(tmp_path: Path) -> None:
     config = TrainConfig(data=("a", "b"), out=tmp_path, steps=7, resume=True, stop_after=3)
     save_config(config, tmp_path)
     assert load_config(tmp_path) == dataclasses.replace(config, resume=False, stop_after=None)
@@ -140,7 +140,7 @@ def test_a_folder_that_the_system_refuses(out: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("out", ["runs/mine", None])
 def test_a_folder_that_cannot_be_written(out: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told before any text is read; root may write wherever the file system lets it, so the answer is made here."""
+    """An error before any text is read; root may write anywhere, so the system's answer is stubbed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).resolve() != tmp_path.resolve())
     with pytest.raises(ValueError, match=r"train: nothing can be written in .*, where .*runs/m.* would be; name another folder with --out"):
@@ -150,7 +150,7 @@ def test_a_folder_that_cannot_be_written(out: str | None, tmp_path: Path, monkey
 
 
 def test_runs_that_start_together_take_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one takes ours between the look and the making; a folder that was named is whoever's named it."""
+    """Another run takes our folder between the check and its creation; a named folder belongs to the run that named it."""
     monkeypatch.chdir(tmp_path)
     config, mkdir = TrainConfig(recipe="bf16"), Path.mkdir
 
@@ -197,7 +197,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_use_is_told_before_anything_starts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_wrong_use_is_an_error_before_anything_starts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     argv, message = WRONG[name]
@@ -206,8 +206,8 @@ def test_wrong_use_is_told_before_anything_starts(name: str, tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_what_one_machine_lacks_is_told_by_its_own_ranks(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Under torchrun, where rank 0 is on another one and has nothing to tell."""
+def test_a_machines_own_ranks_report_what_it_lacks(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Under torchrun, where rank 0 is on another machine and has no error."""
     monkeypatch.setenv("RANK", "3")
     assert main(["train", "--config", "nowhere.toml"]) == 2
     assert capsys.readouterr().err == "mxep train: error: --config: nowhere.toml does not exist, want a TOML file of options (rank 3)\n"
@@ -268,7 +268,7 @@ def test_published_weights_route_in_their_librarys_precision() -> None:
     assert routed_as_asked(MODELS["qwen3_debug"], dataclasses.replace(start, router_dtype="fp32")).router_dtype == "fp32"
 
 
-def test_a_run_begun_before_goes_on_with_its_own_router() -> None:
+def test_an_older_run_resumes_with_its_own_router() -> None:
     values = TrainConfig().to_json()
     for name in ROUTER_OPTIONS:
         del values[name]

@@ -112,7 +112,9 @@ def test_a_run_and_folders_in_mxfp8(tmp_path: Path, text: str, one_rank: None, c
 
 
 @pytest.mark.parametrize(("yarn", "scaling", "context"), [("auto", None, 4096), ("on", "yarn", 16384)])
-def test_a_folder_says_what_was_trained(yarn: str, scaling: str | None, context: int, tmp_path: Path, text: str, one_rank: None) -> None:
+def test_a_folder_describes_the_trained_model(
+    yarn: str, scaling: str | None, context: int, tmp_path: Path, text: str, one_rank: None
+) -> None:
     """Without YaRN a folder has no rope_scaling, and the library's logits and a run from the folder are those of the run."""
     run = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, yarn=yarn, recipe="bf16")
     run.model.init_weights(3)
@@ -146,7 +148,7 @@ def test_a_checkpoint_from_before_shapes_were_kept(tmp_path: Path, text: str, on
         trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, resume=True, yarn="off")
 
 
-def test_another_model_is_told_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_is_an_error_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build_model(resolve_model("qwen3_debug_cpu"), resolve_recipe("hp"))
     save_published(resolve_model("qwen3_debug_cpu"), model.state_dict().items(), tmp_path / "hf")
     (tmp_path / "empty").mkdir()
@@ -162,7 +164,7 @@ def test_another_model_is_told_before_anything_starts(tmp_path: Path, capsys: py
     assert "quant_method is 'awq', want fp8, mxfp4" in capsys.readouterr().err
 
 
-def test_what_cannot_be_converted(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_be_converted(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "hf")]) == 2
     assert "is neither a checkpoint nor a run with one" in capsys.readouterr().err
     run = trainer(tmp_path / "run", text)

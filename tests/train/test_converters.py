@@ -1,4 +1,4 @@
-"""`--converters`: which parts of a model train in MXFP8."""
+"""`--converters`: the parts of a model that train in MXFP8."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GAINING = [LinearTimes("h200", "1", 32, 128, 128, bf16=2.0, hp=1.0, mx=1.5), Lin
 
 @pytest.fixture
 def wide_layers_gain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On a GPU whose times say that layers from (128, 128) on gain, and from (96, 96) on with wgrad from MX bytes; of 32 tokens or more."""
+    """On a GPU where layers from (128, 128) on are faster, and from (96, 96) on with wgrad from MX bytes; with 32 tokens or more."""
     monkeypatch.setattr(sys.modules[LinearTimes.__module__], "measured_times", lambda: GAINING)
     monkeypatch.setattr(linear_choice, "resolve_gemm_path", lambda name, device: "fp8")
     _gaining_shapes.cache_clear()
@@ -102,7 +102,7 @@ def test_layers_that_do_not_fit_are_named(tmp_path: Path) -> None:
         Trainer(config, Ranks(0, 1, torch.device("cpu")), tmp_path)
 
 
-def test_nothing_gains_on_a_cpu(tmp_path: Path) -> None:
+def test_no_layer_is_faster_on_a_cpu(tmp_path: Path) -> None:
     trainer, _ = trained(tmp_path / "run")
     assert recipes(trainer)[1] == set()
     assert load_config(tmp_path / "run").linear_fqns == ""
@@ -112,7 +112,7 @@ def test_nothing_gains_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("wide_layers_gain")
-def test_layers_that_gain_are_chosen_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_layers_are_chosen_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = trained(tmp_path / "run", "--linear-skip", "wo", "--model", "qwen3_debug_cpu")
     chosen = {name for name, module in trainer.model.named_modules() if isinstance(module, MXLinear)}
     dense = {name: module for name, module in trainer.model.named_modules() if type(module) is nn.Linear and "router" not in name}
@@ -139,7 +139,7 @@ def test_layers_that_gain_are_chosen_and_kept(tmp_path: Path, monkeypatch: pytes
         ({"converters": "quantize.grouped_mm.mx"}, "auto"),
     ],
 )
-def test_what_is_chosen(changes: dict[str, Any], chooses: str | None) -> None:
+def test_chosen_layers(changes: dict[str, Any], chooses: str | None) -> None:
     config, shape = TrainConfig(**changes), resolve_model("qwen3_debug_cpu")
     device = torch.device("cpu")
     found = linear_choice.choose_linears(config, shape, 32, device).linear_fqns
@@ -148,6 +148,6 @@ def test_what_is_chosen(changes: dict[str, Any], chooses: str | None) -> None:
     assert linear_choice.choose_linears(TrainConfig(), shape, 31, device).linear_fqns == "", "fewer tokens than were measured"
 
 
-def test_a_layer_to_skip_that_there_is_not() -> None:
+def test_an_unknown_layer_to_skip() -> None:
     with pytest.raises(ValueError, match=r"--linear-skip: 'wqq' matched no torch.nn.Linear, saw .*; give whole parts"):
         linear_choice.choose_linears(TrainConfig(linear_skip="wqq"), resolve_model("qwen3_debug_cpu"), 32, torch.device("cpu"))

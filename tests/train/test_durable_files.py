@@ -1,4 +1,4 @@
-"""A full disk costs a run output and nothing else: the metrics say what was dropped, and no file is cut. RLIMIT_FSIZE is the disk here."""
+"""On a full disk a run loses output and nothing else: the metrics name what was dropped, and no file is cut. By RLIMIT_FSIZE."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lines(out: Path) -> list[int | str]:
 
 
 @pytest.mark.parametrize("room", [0, 7, 60])  # nothing, the start of a line, a whole one and the start of the next
-def test_lines_that_found_no_room_are_dropped_and_counted_as_lost(tmp_path: Path, room: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_without_room_are_dropped_and_counted_as_lost(tmp_path: Path, room: int, capsys: pytest.CaptureFixture[str]) -> None:
     why = f"metrics: {tmp_path}/metrics.jsonl cannot be written: [Errno 27] File too large; its lines are dropped, the run continues"
     with MetricsLog(tmp_path, steps=9) as log:
         write(log, 1, 2)
@@ -55,7 +55,7 @@ def test_lines_that_found_no_room_are_dropped_and_counted_as_lost(tmp_path: Path
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written") == 2, "once for each time that it begins"
 
 
-def test_a_disk_that_stays_full_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_stays_full_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MetricsLog(tmp_path, steps=3) as log:
         write(log, 1)
         limit = full_beyond((tmp_path / "metrics.jsonl").stat().st_size)
@@ -70,7 +70,7 @@ def test_a_disk_that_stays_full_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "loss.png cannot be written: [Errno 27] File too large; it is left out, the run continues" in shown
 
 
-def test_a_run_goes_on_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_run_continues_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """From step 2 to the end of step 4 of 6: the losses of a run that had room, without those lines; the last checkpoint is there."""
     pytest.importorskip("tensorboard")
     text = tmp_path / "text.py"
@@ -128,7 +128,7 @@ def test_tensorboard_alone_finds_no_room(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_run_that_finds_no_room_to_begin_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Not with a trace: the rank's report, and what its starter makes of it."""
+    """Not with a trace: the rank's report, and the line that its starter prints."""
 
     class EndedError(Exception):
         pass
@@ -166,7 +166,7 @@ def test_a_run_that_finds_no_room_to_begin_ends_with_a_line(tmp_path: Path, monk
 
 
 def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path) -> None:
-    """What is rewritten: the options of the run, and its lines when it goes on."""
+    """Rewritten files are the options of the run, and its lines when it resumes."""
     save_config(TrainConfig(steps=7), tmp_path)
     with MetricsLog(tmp_path, steps=9) as log:
         write(log, 1, 2, 3)

@@ -80,5 +80,5 @@ def test_after_an_error_python_collects_again() -> None:
     gc.disable()
     with GarbageCollection(every=1):
         pass
-    assert not gc.isenabled(), "who had disabled it finds it so"
+    assert not gc.isenabled(), "collection stays disabled if it was disabled before"
     gc.enable()

@@ -61,9 +61,9 @@ def losses(out: str) -> list[float]:
     return [record["loss"] for record in read_metrics(Path(out) / "metrics.jsonl") if record["kind"] == "step"]
 
 
-def on_call(place: Any, name: str, number: int, act: Callable[[], None]) -> None:
-    """Do something before the numbered call of `place.name`; other files than a checkpoint's do not count."""
-    original, calls = getattr(place, name), [0]
+def on_call(owner: Any, name: str, number: int, act: Callable[[], None]) -> None:
+    """Do something before the numbered call of `owner.name`; other files than a checkpoint's do not count."""
+    original, calls = getattr(owner, name), [0]
 
     def counted(*args: Any, **options: Any) -> Any:
         calls[0] += not (isinstance(args[0], Path) and "checkpoints" not in args[0].parts)
@@ -71,14 +71,14 @@ def on_call(place: Any, name: str, number: int, act: Callable[[], None]) -> None
             act()
         return original(*args, **options)
 
-    setattr(place, name, counted)
+    setattr(owner, name, counted)
 
 
 def killed(rank: int, world: int, out: str, data: str, moment: str, mode: str) -> None:
-    place, name, number, _ = MOMENTS[moment]
+    owner, name, number, _ = MOMENTS[moment]
     victim = 1 if moment in ("in a step", "while tensors are written") else 0
     if rank == victim:
-        on_call(place, name, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        on_call(owner, name, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
     run(rank, world, out, config(data, async_checkpoint=mode))
 
 
@@ -88,7 +88,7 @@ def resumed(rank: int, world: int, folder: str, data: str, mode: str) -> None:
 
 
 def full_disk(rank: int, world: int, out: str, data: str, part: str, mode: str) -> tuple[str, list[list[str]]]:
-    """What rank 0 printed, and what of checkpoints was there whenever one was begun. The second finds no room on rank 1."""
+    """The output of rank 0, and the existing checkpoints whenever one was begun. The second finds no room on rank 1."""
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -147,8 +147,8 @@ def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float], mo
         with pytest.raises(RankError):  # of the rank that died, or of the one that lost it
             run_ranks(killed, 2, str(out), text, moment, mode)
         there = [read_manifest(path) for path in list_checkpoints(out / "checkpoints")]
-        beside = mode == "async" and moment == "in a step"  # the checkpoint of the step before may still be on its way then
-        allowed = [complete] + beside * [[1], [1, 2]]
+        previous_save_is_pending = mode == "async" and moment == "in a step"  # the checkpoint of the step before
+        allowed = [complete] + previous_save_is_pending * [[1], [1, 2]]
         assert [manifest.step for manifest in there] in allowed, moment
         for manifest in there:
             verify(manifest)
@@ -167,7 +167,7 @@ def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.signal == signal.SIGTERM
         assert not ended
         request._since -= ECHO_S
-        os.kill(os.getpid(), signal.SIGHUP)  # a terminal that is closed meanwhile
+        os.kill(os.getpid(), signal.SIGHUP)  # the terminal is closed meanwhile
         assert not ended
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [signal.SIGTERM]

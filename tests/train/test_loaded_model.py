@@ -114,7 +114,7 @@ def test_from_the_checkpoint_of_several_ranks(degrees: dict, tmp_path: Path) -> 
         torch.testing.assert_close(found, whole, rtol=0.05, atol=0.05)
 
 
-def test_what_cannot_be_loaded(tmp_path: Path, one_rank: None) -> None:
+def test_runs_that_cannot_be_loaded(tmp_path: Path, one_rank: None) -> None:
     with pytest.raises(ValueError, match="is neither a checkpoint nor a run with one"):
         load_model(tmp_path)
     run = trainer(tmp_path)

@@ -1,4 +1,4 @@
-"""Estimated memory: activations are what a layer keeps, parameters what the trainer puts on a rank, peaks those of recorded runs."""
+"""Estimated memory: activations that a layer saves, parameters that the trainer puts on a rank, peaks of recorded runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def saved_bytes(forward: Callable[[], Tensor], known: Iterable[Tensor]) -> int:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("shared", [0, 2])
-def test_kept_bytes_are_what_a_layer_keeps(recipe: str, shared: int) -> None:
+def test_kept_bytes_are_those_of_a_layer(recipe: str, shared: int) -> None:
     """Storages that autograd saves in a bf16 forward, weights and the layer's input left out; indices are the 2% that the formula lacks."""
     T, D, H, E, C = 1024, 256, 96, 8, 2
     layer = MoE(MoEConfig(D, H, E, C, num_shared_experts=shared, force_balance=True), recipe).to(torch.bfloat16)
@@ -76,7 +76,7 @@ def test_kept_bytes_are_what_a_layer_keeps(recipe: str, shared: int) -> None:
 
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("recipe", [None, "mxfp8_wgrad_with_hp"])
-def test_ffn_kept_bytes_are_what_shared_experts_keep(recipe: str | None, compile: bool) -> None:
+def test_ffn_kept_bytes_are_those_of_shared_experts(recipe: str | None, compile: bool) -> None:
     """In bf16 or in MXFP8 with wgrad in high precision. The input is the layer's."""
     module = nn.ModuleDict({"shared": SharedExperts(256, 192).to(torch.bfloat16)})
     if recipe is not None:
@@ -88,7 +88,7 @@ def test_ffn_kept_bytes_are_what_shared_experts_keep(recipe: str | None, compile
 
 
 @pytest.mark.parametrize("form", ["hp", "mxfp8"])
-def test_kept_bytes_are_what_a_fused_layer_keeps(form: Precision) -> None:
+def test_kept_bytes_are_those_of_a_fused_layer(form: Precision) -> None:
     T, D, H, E, C = 1024, 256, 96, 8, 2
     runtime = RuntimeEPConfig(keep_first_product="mxfp8" if form == "mxfp8" else True)
     layer = FusedMoE(MoEConfig(D, H, E, C, num_shared_experts=1, force_balance=True), runtime=runtime).to(torch.bfloat16)
@@ -101,7 +101,7 @@ def test_kept_bytes_are_what_a_fused_layer_keeps(form: Precision) -> None:
 
 
 class FusedNorm(torch.autograd.Function):
-    """What RMSNorm keeps on a GPU: what came in, and a number for each row."""
+    """The tensors that RMSNorm saves on a GPU: its input, and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,7 +115,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 class FusedAttention(FusedNorm):
-    """What attention keeps on a GPU: its three inputs, its result (B, S, heads, width) and a number for each row."""
+    """The tensors that attention saves on a GPU: its three inputs, its result (B, S, heads, width) and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
@@ -125,7 +125,7 @@ class FusedAttention(FusedNorm):
 
 
 @pytest.mark.parametrize(("name", "index"), [("dsv3_debug", 0), ("dsv3_debug", 1), ("dsv3_671b", 2), ("qwen3_debug", 0)])
-def test_block_kept_bytes_are_what_a_whole_layer_keeps(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_kept_bytes_are_those_of_a_whole_layer(name: str, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda norm, x: FusedNorm.apply(x, norm.weight, norm.eps))
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **options: FusedAttention.apply(q, k, v))
     small = {"dim": 256, "dense_hidden": 512, "expert_hidden": 128, "num_experts": 8, "num_groups": 1, "top_groups": 1, "vocab_size": 256}
@@ -269,11 +269,11 @@ def test_peaks_by_option() -> None:
     modes: tuple[Recompute, ...] = ("none", "keep_moe", "selective", "full")
     plain, moe, selective, full = (peak_memory(model, recipe, dims, 8, 8192, recompute=mode)[0] for mode in modes)
     assert plain.kept > moe.kept > selective.kept > full.kept == 27 * 8192 * model.dim * 2
-    inputs, letters = 8192 * model.dim * 2, (8192, model.dim, model.expert_hidden, model.num_experts, model.top_k, 8, 2, recipe)
+    inputs, dimensions = 8192 * model.dim * 2, (8192, model.dim, model.expert_hidden, model.num_experts, model.top_k, 8, 2, recipe)
     weights = 2 * 8 * model.expert_hidden * model.dim  # gate and up of 8 experts, one byte each, for dgrad
-    assert moe.kept == 27 * inputs + 26 * (inputs + kept_bytes(*letters) + weights)
+    assert moe.kept == 27 * inputs + 26 * (inputs + kept_bytes(*dimensions) + weights)
     each = stage_peak(moe.rank, model, recipe, dims, 8192, 1, recompute=["full"] * 20 + ["keep_moe"] * 7)
-    assert each.kept == 27 * inputs + 7 * (inputs + kept_bytes(*letters) + weights)
+    assert each.kept == 27 * inputs + 7 * (inputs + kept_bytes(*dimensions) + weights)
     assert full.total < each.total < moe.total
     (cached,) = peak_memory(model, recipe, dims, 8, 8192, cache_weights=True)
     assert cached.cached == plain.rank.quantized
@@ -299,7 +299,7 @@ def test_ranks_that_fit() -> None:
 
 
 @pytest.mark.parametrize(("device", "ranks_here", "ranks_that_share"), [("cuda", 4, 1), ("cpu", 4, 4)])
-def test_what_certainly_does_not_fit_is_refused(device: str, ranks_here: int, ranks_that_share: int, monkeypatch) -> None:
+def test_runs_that_certainly_do_not_fit_are_refused(device: str, ranks_here: int, ranks_that_share: int, monkeypatch) -> None:
     """16 bytes for each parameter: float32 weights, gradients and two moments; one byte less room is too little."""
     shape, dims = MODELS["dsv3_16b"], ParallelDims(ep=4, replicate=2)
     sure = shape.parameters()[0] * 16 * 2 // 8 * ranks_that_share

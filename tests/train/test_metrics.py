@@ -1,4 +1,4 @@
-"""metrics.jsonl: lines that hold no record, which a crash or another program left, cost neither a run nor themselves."""
+"""metrics.jsonl: lines without a record, which a crash or another program left, stop no run and are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mxep.train.metrics import MetricsLog, plot_losses, read_metrics
 
 BAD = [
     b'{"kind": "step", "step": 2, "lo',  # cut
-    b"\0\0\0\0",  # what a power cut leaves on some file systems
+    b"\0\0\0\0",  # bytes after a power cut on some file systems
     b'{"kind": "step", "step": 2, "loss": 1.0, "note": "\xff"}',  # not UTF-8
     b"[1, 2]",
     b"17",
@@ -47,7 +47,7 @@ def test_examples() -> None:
     assert not doctest.testmod(mxep.train.metrics).failed
 
 
-def test_bad_lines_are_passed_over_and_counted(damaged: Path) -> None:
+def test_bad_lines_are_skipped_and_counted(damaged: Path) -> None:
     told = f"{len(BAD) + 1} of {len(BAD) + 5} lines hold no record and are passed over, the first is line 3"
     with pytest.warns(UserWarning, match=told):
         records = read_metrics(damaged)
@@ -57,7 +57,7 @@ def test_bad_lines_are_passed_over_and_counted(damaged: Path) -> None:
 
 
 @pytest.mark.parametrize("start_step", [0, 2])
-def test_bad_lines_stay_where_a_run_goes_on(damaged: Path, start_step: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_lines_stay_when_a_run_resumes(damaged: Path, start_step: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Byte for byte, and the next line is not joined with a cut one."""
     with MetricsLog(damaged.parent, steps=4, start_step=start_step) as log:
         log.write("step", step=start_step + 1, loss=0.5)

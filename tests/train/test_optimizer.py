@@ -92,7 +92,7 @@ def steps_over_shards(rank: int, world: int, steps: int) -> None:
     begun = tracemalloc.get_traced_memory()[0]
     for _ in range(steps):
         optimizer.step()
-    assert live() == specs, "every step leaves a DTensorSpec"
+    assert live() == specs, "no step leaks a DTensorSpec"
     assert tracemalloc.get_traced_memory()[0] - begun < 64 * 1024, "the host's memory grows with the steps"
     for _ in range(steps):
         whole.step()
@@ -101,7 +101,7 @@ def steps_over_shards(rank: int, world: int, steps: int) -> None:
         assert isinstance(optimizer.state[layer.weight]["exp_avg"], DTensor), "checkpoints want to know the whole"
 
 
-def test_steps_over_shards_are_those_of_whole_tensors_and_leave_nothing_in_memory() -> None:
+def test_steps_over_shards_are_those_of_whole_tensors_and_leak_no_memory() -> None:
     run_ranks(steps_over_shards, 2, 2000)
 
 
@@ -193,7 +193,7 @@ def test_bias_moves_towards_balance() -> None:
 
 
 def test_a_step_that_is_skipped_moves_no_bias() -> None:
-    """As AdamW leaves the weights where a gradient is not finite."""
+    """As AdamW does not change the weights if a gradient is not finite."""
     moe = small_model().moe_layers()[0]
     optimizer = torch.optim.AdamW([torch.ones(2)], fused=True)
     for nonfinite, moves in ((1.0, False), (0.0, True)):
@@ -217,8 +217,8 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nobody_waits_for_the_load_and_the_norm() -> None:
-    """A GPU stands still while the host reads."""
+def test_the_host_does_not_wait_for_the_load_and_the_norm() -> None:
+    """The GPU is idle while the host reads a value."""
     hook = ExpertBiasHook([])
     model = nn.Linear(3, 2)
     model(torch.ones(1, 3)).sum().backward()

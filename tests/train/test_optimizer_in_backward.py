@@ -168,6 +168,6 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, text: str, o
     ("options", "name", "wanted"),
     [({"max_grad_norm": 1.0}, "max-grad-norm=1.0", 0), ({"accumulate": 2}, "accumulate=2", 1), ({"pp": 2, "batch": 2}, "pp=2", 1)],
 )
-def test_what_needs_all_gradients_is_refused(options: dict[str, Any], name: str, wanted: int) -> None:
+def test_options_that_need_all_gradients_are_refused(options: dict[str, Any], name: str, wanted: int) -> None:
     with pytest.raises(ValueError, match=f"--optimizer-in-backward with --{name}, .* give --{name.partition('=')[0]} {wanted}, or leave"):
         resolve(TrainConfig(**{**IN_BACKWARD, **options}), "cpu", 2)

@@ -1,4 +1,4 @@
-"""Options under all of their names, on the command line and in TOML; what there is not is named with the nearest that there is."""
+"""Options under all of their names, on the command line and in TOML; unknown options are named with the nearest known one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_repeated_lists_with_commas_defaults_and_config_files(tmp_path: Path) ->
     assert read_options(["--steps", "3", "--steps", "4"]).steps == 4
 
 
-def test_no_name_stands_for_two_options() -> None:
+def test_no_name_belongs_to_two_options() -> None:
     names = option_names()
     assert set(names.values()) == {field.name for field in dataclasses.fields(TrainConfig)} - {"shape"}  # kept by a run, never given
     for argv in (["--shape", "{}"], ["--shape={}"]):
@@ -134,7 +134,7 @@ def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> N
         ("[profiling]\nprofile_frequency = 10", "there is no option profiling.profile_frequency"),
     ],
 )
-def test_what_is_wrong_in_toml(text: str, message: str, tmp_path: Path) -> None:
+def test_errors_in_toml(text: str, message: str, tmp_path: Path) -> None:
     path = toml(tmp_path, text)
     with pytest.raises(ValueError) as error:
         read_toml(path)
@@ -143,7 +143,7 @@ def test_what_is_wrong_in_toml(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_torchtitans_16b_file_loads() -> None:
-    """Its keys are options, or are passed over and listed in the run's first lines."""
+    """Its keys are options, or are ignored and listed in the run's first lines."""
     path = Path(__file__).with_name("torchtitan_16b.toml")
     config = read_options(["--config", str(path)])
     settings = resolve(config, "cuda", 8)
@@ -157,18 +157,18 @@ def test_torchtitans_16b_file_loads() -> None:
     assert "seq_len" not in line
 
 
-def test_keys_that_are_passed_over_are_no_options() -> None:
+def test_ignored_keys_are_no_options() -> None:
     assert not set(TORCHTITAN_ONLY) & set(option_names())
     with pytest.raises(ValueError, match=r"there is no option --optimizer\.eps"):
         read_options(["--optimizer.eps=1e-8"])
 
 
-def test_a_value_that_cannot_be_names_its_toml_file(tmp_path: Path) -> None:
+def test_an_invalid_value_names_its_toml_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--config: .*run\.toml: --steps=-1, want more than 0"):
         read_options(["--config", str(toml(tmp_path, "steps = -1"))])
 
 
-def test_resume_auto_goes_on_where_there_is_something(tmp_path: Path) -> None:
+def test_resume_auto_resumes_if_there_is_a_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ["--out", str(out), "--steps", "9"]
     in_file = ["--config", str(toml(tmp_path, 'resume = "auto"'))]
@@ -186,7 +186,7 @@ def test_resume_auto_goes_on_where_there_is_something(tmp_path: Path) -> None:
         assert read_options([*words, *alone]).resume is True
 
 
-def test_a_step_to_go_on_from(tmp_path: Path) -> None:
+def test_a_step_to_resume_from(tmp_path: Path) -> None:
     words = ["--out", str(tmp_path)]
     for step in (3, 6):
         (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
@@ -201,7 +201,7 @@ def test_a_step_to_go_on_from(tmp_path: Path) -> None:
 
 
 def test_options_that_need_each_other_may_come_from_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The TOML file, the command line, the run that goes on: none of them is wrong without the others."""
+    """The TOML file, the command line and the resumed run are each valid together with the others only."""
     monkeypatch.chdir(tmp_path)
     both = {"[quantize.linear.mx]\nfilter_fqns = 'wkv_a'": "converters", "converters = 'quantize.linear.mx'": "linear_skip"}
     given = {"converters": ["--converters", "quantize.linear.mx"], "linear_skip": ["--linear-skip", "wkv_a"]}
@@ -216,7 +216,7 @@ def test_options_that_need_each_other_may_come_from_two_places(tmp_path: Path, m
         resolve(alone, "cpu", 2)
 
 
-def test_toml_that_is_not_there() -> None:
+def test_missing_toml() -> None:
     with pytest.raises(ValueError, match=r"--config: nowhere.toml does not exist"):
         read_options(["--config", "nowhere.toml"])
 
@@ -243,7 +243,7 @@ def test_a_resumed_run_takes_toml_before_its_own_settings(tmp_path: Path, monkey
         ({"tp": 0}, "--tp=0, want more than 0"),
     ],
 )
-def test_what_there_is_not_is_refused(options: dict, message: str) -> None:
+def test_unsupported_values_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError) as error:
         TrainConfig(**options)
     assert message in str(error.value)
@@ -258,7 +258,7 @@ def test_degrees_decide_how_many_ranks_start() -> None:
         resolve(TrainConfig(dp_shard=4), "cpu", 2)
 
 
-def test_ranks_on_gpus_get_segments_that_grow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_on_gpus_get_expandable_segments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[dict[str, str]] = []
     monkeypatch.setattr(rank_launcher.subprocess, "Popen", lambda *arguments, env, **others: started.append(env))
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
@@ -270,7 +270,7 @@ def test_ranks_on_gpus_get_segments_that_grow(monkeypatch: pytest.MonkeyPatch, t
     assert [env.get("PYTORCH_ALLOC_CONF") for env in started] == ["expandable_segments:True", None, None]
 
 
-def test_a_transport_wants_ranks_to_exchange_with() -> None:
+def test_a_transport_needs_an_ep_degree_above_one() -> None:
     with pytest.raises(ValueError, match="--transport=symmetric with --ep=1, where no token leaves its rank"):
         resolve(TrainConfig(transport="symmetric", ep=1), "cuda", 2)
     assert resolve(TrainConfig(transport="collective", ep=1), "cuda", 2).ep == 1
@@ -345,7 +345,7 @@ def test_an_option_without_effect_is_named(given: dict[str, object], with_effect
         ({"balance_loss_type": "global_aux_loss"}, {"balance_loss_type": "aux_loss"}, "want a --balance-loss above 0"),
     ],
 )
-def test_what_a_run_never_does_is_refused(given: dict[str, Any], used: dict[str, Any], message: str) -> None:
+def test_options_that_a_run_never_uses_are_refused(given: dict[str, Any], used: dict[str, Any], message: str) -> None:
     """Saved by a resumed run it is printed instead; only the trace is asked for at each start."""
     with pytest.raises(ValueError, match=message):
         resolve(TrainConfig(**given), "cpu", 1)
@@ -363,8 +363,8 @@ def test_configs_of_the_repository(path: Path) -> None:
     assert resolve(config, "cuda", config.ep or 8).model == chosen_model(config)
 
 
-def test_what_else_went_wrong_is_told_with_an_error() -> None:
-    """An error's line is all that is shown of it, and what is noted with it is not in its text."""
+def test_notes_of_an_error_are_shown() -> None:
+    """Only the text of an error is shown, which does not have its notes."""
     for error in (ValueError("no such thing"), OSError(errno.ENOSPC, "No space left on device")):
         error.add_note("step 7 had a gradient that was not finite")
         line, _ = rank_launcher._in_a_line(error)
@@ -372,19 +372,19 @@ def test_what_else_went_wrong_is_told_with_an_error() -> None:
         assert line.endswith("\nstep 7 had a gradient that was not finite")
 
 
-def test_a_warmup_that_does_not_end_is_told() -> None:
+def test_a_warmup_that_does_not_end_is_reported() -> None:
     line = "--warmup=20 is longer than the run of 10 steps: the rate never reaches 0.001"
     assert describe_schedule(Schedule(1e-3, warmup=20, steps=10)) == [line]
     assert describe_schedule(Schedule(1e-3, warmup=10, steps=10)) == []
 
 
-def test_a_decay_that_meets_the_warmup_is_told() -> None:
+def test_a_decay_that_overlaps_the_warmup_is_reported() -> None:
     line = "--decay-ratio=0.9 of 10 steps begins in the warmup of 4: the rate falls in the last 6"
     assert describe_schedule(Schedule(1e-3, warmup=4, steps=10, decay_ratio=0.9)) == [line]
     assert describe_schedule(Schedule(1e-3, warmup=4, steps=10, decay_ratio=0.6)) == []
 
 
-def test_the_router_is_told_of() -> None:
+def test_the_router_is_described() -> None:
     """Its precision, and what balances the load."""
     shape = MODELS["qwen3_debug"]
     assert describe_router(shape, "cuda") == "router product in float32; balance loss 0.0015 (aux_loss)"

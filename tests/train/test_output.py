@@ -1,4 +1,4 @@
-"""A terminal that is closed, a pipe without a reader, a full or closed stdout: the work goes on or is saved, and the metrics say it."""
+"""A closed terminal, a pipe without a reader, a full or closed stdout: the work continues or is saved, and the metrics record it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Failing(io.StringIO):
-    """A stream that takes nothing while it has an error: it fails at once, or at the flush of what its buffer took."""
+    """A stream that fails while it has an error: at once, or when its buffer is flushed."""
 
     def __init__(self, number: int, buffered: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def lost(out: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF])
-def test_what_stdout_does_not_take_is_dropped_and_said_once(
+def test_output_that_stdout_refuses_is_dropped_and_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, buffered: bool
 ) -> None:
     monkeypatch.setattr(sys, "stdout", stdout := Failing(number, buffered))
@@ -92,7 +92,7 @@ def test_what_stdout_does_not_take_is_dropped_and_said_once(
     assert stdout.getvalue().endswith("taken\n" + "dropped\n" * buffered)
 
 
-def test_closed_streams_and_letters_that_there_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_streams_and_unencodable_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     for name, stream, reason in (("closed", closed, "I/O operation on closed file"), ("none", None, "it is closed")):
@@ -123,7 +123,7 @@ def test_a_process_prints_through_it_and_ends_without_an_error() -> None:
         assert done.stderr in (None, "y\n")
 
 
-def test_the_streams_come_back() -> None:
+def test_the_streams_are_restored() -> None:
     before = sys.stdout, sys.stderr
     with surviving_output():
         assert Output.of(sys.stdout) is sys.stdout
@@ -131,15 +131,15 @@ def test_the_streams_come_back() -> None:
 
 
 def test_sighup_is_a_request_and_nohup_is_obeyed() -> None:
-    heard = []
+    received = []
     before = signal.getsignal(signal.SIGHUP)
     try:
         for handler, want in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
             signal.signal(signal.SIGHUP, handler)
-            heard.clear()
-            with stop_signals(lambda number, _: heard.append(number)):
+            received.clear()
+            with stop_signals(lambda number, _: received.append(number)):
                 os.kill(os.getpid(), signal.SIGHUP)
-            assert heard == want
+            assert received == want
             assert signal.getsignal(signal.SIGHUP) == handler
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -152,10 +152,10 @@ def test_sighup_is_a_request_and_nohup_is_obeyed() -> None:
         ("SIGTERM SIGTERM", False, False),
         ("SIGTERM SIGTERM", True, True),
         ("SIGINT SIGHUP", True, False),  # the terminal is closed while the last checkpoint is written
-        ("SIGINT SIGINT", False, True),  # no rank hears the keyboard, so this is a second Ctrl-C
+        ("SIGINT SIGINT", False, True),  # no rank gets the keyboard's signal, so this is a second Ctrl-C
     ],
 )
-def test_which_signals_break_off(numbers: str, later: bool, killed: bool) -> None:
+def test_signals_that_stop_a_run(numbers: str, later: bool, killed: bool) -> None:
     sent: list[int] = []
     child: Any = subprocess.Popen.__new__(subprocess.Popen)
     child.poll, child.send_signal, child.kill, child.wait = lambda: None, sent.append, lambda: None, lambda: None
@@ -174,7 +174,7 @@ def command(text: str, out: Path, steps: int = 1000) -> list[str]:
     return [*MXEP, *SMALL, "--nproc", "1", "--data", text, "--steps", str(steps), "--out", str(out)]
 
 
-def check_goes_on(text: str, out: Path) -> None:
+def check_resumes(text: str, out: Path) -> None:
     """The checkpoint is of the last step in the metrics, and a bare --resume takes one more."""
     saved = read_manifest(find_checkpoint(out / "checkpoints")).step
     assert steps_of(out)[-1] == saved
@@ -197,7 +197,7 @@ def read_until(descriptor: int, word: bytes) -> bytes:
 
 
 def start_in_terminal(arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
-    """A session of its own whose terminal we hold the other end of."""
+    """A session of its own on a pseudo-terminal of this test."""
     ours, theirs = pty.openpty()
     program = f"import os, sys; os.login_tty({theirs}); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen([sys.executable, "-c", program, *arguments], pass_fds=(theirs,), env=os.environ | {"TERM": "xterm"})
@@ -214,7 +214,7 @@ def test_a_closed_terminal_leaves_a_checkpoint(tmp_path: Path, text: str) -> Non
     ((step, reason),) = lost(tmp_path / "run")
     assert step >= 3
     assert "Input/output error" in reason
-    check_goes_on(text, tmp_path / "run")
+    check_resumes(text, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_a_closed_terminal_under_torchrun(tmp_path: Path, text: str) -> None:
     read_until(terminal, b"step:    3  loss")
     os.close(terminal)
     process.wait(LIMIT_S)
-    check_goes_on(text, tmp_path / "run")
+    check_resumes(text, tmp_path / "run")
 
 
 def test_a_pipe_whose_reader_has_gone(tmp_path: Path, text: str) -> None:
@@ -280,4 +280,4 @@ def test_sighup_to_the_starter(tmp_path: Path, text: str, ignored: bool) -> None
     assert saved == steps if ignored else 1 <= saved < steps
     if not ignored:
         assert b"resume with: mxep train --resume" in stdout
-        check_goes_on(text, tmp_path / "run")
+        check_resumes(text, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The pipe by which a process notices that its starter is gone, and the signal that it then gives itself."""
+"""The pipe by which a process notices the end of its starter, and the signal that it then sends itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--activation-checkpoint auto`: what fits is taken, more memory never keeps less, ranks agree, and no choice changes a bit of a run."""
+"""`--activation-checkpoint auto`: the choice fits, more memory never saves fewer layers, ranks agree, and no choice changes a bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_more_memory_never_keeps_less(tokens: int, fused: bool, pp: int) -> None
             assert every[number].needed <= (1 - MARGIN) * capacity or number == 0
             assert every[number].peak.total <= every[number].needed
         assert found[0] == 0
-        assert found[-1] == len(every) - 1, "everything where all fits"
+        assert found[-1] == len(every) - 1, "everything is saved if it fits"
 
 
 def test_the_first_and_last_candidates_are_full_and_none() -> None:
@@ -63,7 +63,7 @@ def test_the_first_and_last_candidates_are_full_and_none() -> None:
         rows = sum(mode != "full" for mode in choice.modes[1:]) * received_bytes(8192, 2048, 1408, 64, 6, 4, MXFP8, fused_layer=True)
         assert choice.needed == choice.peak.total + round(rows / 4), "only what the experts get is uneven"
     one_rank = recompute_choices(rank_memory(MODELS["dsv3_16b"], MXFP8, ParallelDims(), 1)[0], *plan[:2], ParallelDims(), 8192, 1)
-    assert all(choice.needed == choice.peak.total for choice in one_rank), "all rows are this rank's own"
+    assert all(choice.needed == choice.peak.total for choice in one_rank), "all rows are of this rank"
 
 
 def test_a_first_product_in_mx_lets_more_layers_keep_theirs() -> None:
@@ -102,7 +102,7 @@ def test_experts_gemm_by_gemm_keep_more(one_rank: None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_no_rung_changes_a_bit(fused: bool, one_rank: None) -> None:
+def test_no_candidate_changes_a_bit(fused: bool, one_rank: None) -> None:
     """Loss and gradients of a model whose layers differ."""
     tokens, labels = batch()
     want = list[torch.Tensor]()
@@ -125,7 +125,7 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_run_goes_on_with_another_choice(tmp_path: Path, text: str, one_rank: None) -> None:
+def test_a_run_resumes_with_another_choice(tmp_path: Path, text: str, one_rank: None) -> None:
     """Every start chooses again."""
     options = {"data": (text,), "steps": 4, "fused_layer": True, "keep_first_product": "mxfp8"}
     full = trainer(0, 1, str(tmp_path), **options, activation_checkpoint="full")
@@ -139,7 +139,7 @@ def test_a_run_goes_on_with_another_choice(tmp_path: Path, text: str, one_rank: 
     assert same(state_of(resumed), state_of(full)) == [*state_of(full)]
 
 
-def test_what_a_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_a_run_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     every, config = choices(8192, fused_layer=True), TrainConfig(activation_checkpoint="auto")
     monkeypatch.setattr("mxep.train.describe.total_memory", lambda _: 80 * 10**9)
     (line,) = describe_recompute(config, every[10], torch.device("cuda"))
@@ -155,6 +155,6 @@ def test_what_a_run_says(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"keep_first_product": "mxfp8"}, "--keep-first-product=mxfp8 without --fused-layer"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], says: str) -> None:
+def test_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         resolve(TrainConfig(**SMALL, **options), "cpu", 2)

@@ -1,4 +1,4 @@
-"""Which model a run trains: with YaRN or without, from a preset, from a folder, and from what a run has kept."""
+"""The model that a run trains: with YaRN or without, from a preset, from a folder, and from a run's saved options."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_model_of_a_folder_trains_as_the_nearest_preset(tmp_path: Path) -> Non
         resolve(TrainConfig(model=str(short), seq_len=65), "cpu", 1)
 
 
-def test_a_run_begun_before_goes_on_as_it_was(tmp_path: Path) -> None:
+def test_an_older_run_resumes_unchanged(tmp_path: Path) -> None:
     """Its settings name no shape: YaRN at 4096 tokens, torchtitan's expert bias."""
     config = TrainConfig(model="dsv3_16b", layers=8, seq_len=4096)
     values = {name: value for name, value in config.to_json().items() if name not in ("shape", "yarn")}
@@ -117,7 +117,7 @@ def test_a_run_begun_before_goes_on_as_it_was(tmp_path: Path) -> None:
 
 
 def test_resuming_keeps_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever has become of the folder; another --model is looked up, and YaRN is what the run decided unless it is given."""
+    """Even if the folder has changed; another --model is resolved, and YaRN stays as the run decided unless it is given."""
     path, out = folder(tmp_path / "mine", "dsv3_16b"), tmp_path / "run"
     (out / "checkpoints" / "step_00000003").mkdir(parents=True)
     began = resolve(config := TrainConfig(model=str(path), seq_len=4096), "cpu", 1)
@@ -142,8 +142,8 @@ def test_resuming_keeps_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             resolve(read_options(["--resume", "--out", str(out)]), "cpu", 1)
 
 
-def test_a_run_of_a_folder_goes_on_without_it(tmp_path: Path, one_rank: None) -> None:
-    """And refuses another shape or another YaRN, by name."""
+def test_a_run_of_a_folder_resumes_without_it(tmp_path: Path, one_rank: None) -> None:
+    """It refuses another shape or another YaRN, by name."""
     text = tmp_path / "text.txt"
     text.write_text(Path(json.__file__).read_text() * 3)
     path = folder(tmp_path / "mine", "dsv3_debug", num_hidden_layers=2)
@@ -178,7 +178,7 @@ def of_another_machine(rank: int, world: int, path: str) -> str:
     return str(error.value)
 
 
-def test_machines_with_different_files_are_told(tmp_path: Path) -> None:
+def test_machines_with_different_files_are_reported(tmp_path: Path) -> None:
     for rank, hidden in enumerate((256, 128)):
         folder(tmp_path / str(rank) / "mine", "dsv3_debug", num_hidden_layers=2, moe_intermediate_size=hidden)
     said = run_ranks(of_another_machine, 2, str(tmp_path))

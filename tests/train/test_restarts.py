@@ -1,4 +1,4 @@
-"""Runs that meet in one folder: started twice, killed and started again at once, restarted by torchrun, gone on from an older step."""
+"""Runs in one folder: started twice, killed and restarted at once, restarted by torchrun, resumed from an older step."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def wait_for_checkpoint(out: Path, step: int) -> None:
 
 
 def assert_whole(out: Path) -> None:
-    """Every checkpoint is whole, and nothing else is left."""
+    """Every checkpoint is complete, and no other file is left."""
     checkpoints = list_checkpoints(out / "checkpoints")
     assert checkpoints
     assert sorted((out / "checkpoints").iterdir()) == checkpoints
@@ -81,10 +81,10 @@ def assert_whole(out: Path) -> None:
         verify(read_manifest(path))
     assert not (out / "lock").exists()
     taken = steps_of(out)
-    assert taken == list(range(1, taken[-1] + 1)), "every step is told once"
+    assert taken == list(range(1, taken[-1] + 1)), "every step is recorded once"
 
 
-def test_of_two_that_start_at_once_one_runs(tmp_path: Path, words: list[str]) -> None:
+def test_one_of_two_simultaneous_runs_starts(tmp_path: Path, words: list[str]) -> None:
     runs = [start(*words, *ALONE, "--steps", "100000", "--checkpoint-every", "1") for _ in range(2)]
     deadline = time.monotonic() + LIMIT_S
     while all(run.poll() is None for run in runs):
@@ -104,7 +104,7 @@ def test_of_two_that_start_at_once_one_runs(tmp_path: Path, words: list[str]) ->
 
 
 @pytest.mark.parametrize("killed", ["starter", "all"])
-def test_a_run_that_starts_at_once_after_a_kill_goes_on(tmp_path: Path, words: list[str], killed: str) -> None:
+def test_a_run_that_restarts_right_after_a_kill_resumes(tmp_path: Path, words: list[str], killed: str) -> None:
     """Where the starter alone was killed, its ranks still end their step and leave a checkpoint: the new run waits for that."""
     out = tmp_path / "run"
     first = start(*words, "--steps", "100000", "--checkpoint-every", "1", "--resume", "auto")
@@ -148,7 +148,7 @@ def test_ranks_of_one_start_agree_on_a_name_in_a_store_that_others_used() -> Non
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_go_on(tmp_path: Path, words: list[str]) -> None:
+def test_torchrun_restarts_resume(tmp_path: Path, words: list[str]) -> None:
     program, markers = tmp_path / "rank.py", tmp_path / "markers"
     program.write_text(DYING_RANK)
     markers.mkdir()

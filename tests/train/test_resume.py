@@ -1,4 +1,4 @@
-"""Going on with other data, lengths and batches, and with other options: what is allowed, what is said, what stays to the bit."""
+"""Resuming with other data, lengths and batches, and with other options: allowed changes, messages, equal bits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def first_stage(out: Path, text: str, **options: Any) -> None:
 def test_a_named_change_begins_a_stage(
     tmp_path: Path, text: str, other: str, one_rank: None, capsys, options: dict[str, Any], change: str, order: str
 ) -> None:
-    """Refused without its name, with a message that has it. Weights, moments and the step go on; so does the stage, without the name."""
+    """Refused without its name, which the message has. Weights, moments and the step continue, and the stage too, without the name."""
     first_stage(tmp_path / "run", text)
     new = {"data": (text,), "steps": 12, "checkpoint_every": 100, **options}
     new["data"] = (other,) if options.get("data") else (text,)
@@ -106,7 +106,7 @@ def test_a_named_change_begins_a_stage(
     assert steps_of(tmp_path / "bare") == steps_of(tmp_path / "straight") == list(range(1, 13))
 
 
-def test_what_never_may_change_is_refused_with_a_name_too(tmp_path: Path, text: str, other: str, one_rank: None) -> None:
+def test_options_that_may_never_change_are_refused_even_by_name(tmp_path: Path, text: str, other: str, one_rank: None) -> None:
     first_stage(tmp_path, text)
     options = {"data": (text,), "steps": 12, "resume": True, "change": "data,seq-len,batch"}
     for name, was, now in (("seed", 0, 1), ("model", "dsv3_debug_cpu", "qwen3_debug_cpu")):
@@ -133,7 +133,7 @@ def test_change_is_of_one_start(tmp_path: Path) -> None:
     assert read_options(["--resume", "--out", str(tmp_path), "--change", "data,seq-len"]).change == "data,seq-len"
 
 
-def test_other_options_are_said(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_options_are_printed(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     first_stage(tmp_path, text, weight_decay=0.1)
     capsys.readouterr()
     options = {"data": (text,), "weight_decay": 0.2, "max_grad_norm": 0.5, "lr": 1e-4, "steps": 24, "resume": True, "stop_after": 4}
@@ -156,7 +156,7 @@ def test_other_options_are_said(tmp_path: Path, text: str, one_rank: None, capsy
     assert record["schedule"].startswith("schedule: recomputed")
 
 
-def test_a_bare_resume_says_nothing(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bare_resume_prints_no_changes(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor does one that gives the number that the model's preset has."""
     first_stage(tmp_path, text)
     capsys.readouterr()
@@ -168,7 +168,7 @@ def test_a_bare_resume_says_nothing(tmp_path: Path, text: str, one_rank: None, c
     assert "change" not in {record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")}
 
 
-def test_a_step_to_profile_that_was_taken_is_told(tmp_path: Path, text: str, one_rank: None) -> None:
+def test_a_step_to_profile_that_is_over_is_reported(tmp_path: Path, text: str, one_rank: None) -> None:
     first_stage(tmp_path, text)
     lines = {step: trainer(0, 1, str(tmp_path), data=(text,), steps=12, resume=True, profile_step=step).describe() for step in (3, 4)}
     assert "--profile-step=3 changes nothing: the run has taken 3 steps" in lines[3]
@@ -211,7 +211,7 @@ def test_constant_then_decay(decay_type: str) -> None:
 
 
 def test_constant_then_decay_is_extended(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """In its constant phase: the rates are those of a run that had as many steps from the start, and nothing is drawn anew."""
+    """In its constant phase: the rates are those of a run with as many steps from the start, and data is not drawn again."""
     wsd = {"data": (text,), "decay_ratio": 0.25, "decay_type": "linear", "checkpoint_every": 100}
     first_stage(tmp_path / "short", text, **wsd)
     run = trainer(0, 1, str(tmp_path / "short"), steps=16, resume=True, **wsd)

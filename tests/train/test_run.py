@@ -46,7 +46,7 @@ def mxep_train(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=LIMIT_S)
 
 
-def test_a_run_and_what_it_leaves(tmp_path: Path, text: str) -> None:
+def test_a_run_and_its_files(tmp_path: Path, text: str) -> None:
     out = tmp_path / "run"
     done = mxep_train("--data", text, "--steps", "4", "--out", str(out), "--accumulate", "2")
     assert done.returncode == 0, done.stderr
@@ -144,7 +144,7 @@ def two_steps_twice(rank: int, world: int, folder: str, data: str) -> list[float
     return taken + [done(run).loss for _ in range(2)]
 
 
-def test_one_rank_goes_on_with_the_losses_of_four(tmp_path: Path, text: str, one_rank: None) -> None:
+def test_one_rank_resumes_with_the_losses_of_four(tmp_path: Path, text: str, one_rank: None) -> None:
     """Two EP groups of two, FSDP over all four, from the start and from their checkpoint, against one rank with the same batches."""
     on_four = run_ranks(two_steps_twice, 4, str(tmp_path), text)[0]
     options = {"data": (text,), "recipe": "hp", "steps": 4, "batch": 4}
@@ -165,7 +165,7 @@ def test_experts_gemm_by_gemm_have_the_losses_of_fused_ones(tmp_path: Path, text
 
 
 def test_layers_as_one_function_have_the_losses_of_the_blocks(tmp_path: Path, text: str, one_rank: None) -> None:
-    """And go on from their checkpoint: the names are the same."""
+    """And resume from their checkpoint: the names are the same."""
     options = {"data": (text,), "steps": 4}
     runs = [trainer(0, 1, str(tmp_path / str(fused)), **options, fused_layer=fused) for fused in (False, True)]
     assert [{type(moe) for moe in run.model.moe_layers()} for run in runs] == [{MoE}, {FusedMoE}]
@@ -213,7 +213,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_ctrl_c_leaves_a_checkpoint_that_goes_on(tmp_path: Path, text: str) -> None:
+def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path, text: str) -> None:
     out = tmp_path / "run"
     process = start("--data", text, "--steps", "1000", "--out", str(out))
     wait_for(process, "step:    3  loss")
@@ -248,7 +248,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
 def test_ranks_do_not_outlive_their_starter(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it leaves in the temporary folder the next start removes, once they have ended."""
+    """The next start removes its temporary folder once they have ended."""
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     out = tmp_path / "run"
@@ -268,7 +268,7 @@ def test_ranks_do_not_outlive_their_starter(tmp_path: Path, text: str, monkeypat
         assert not left.exists()
 
 
-def test_what_a_rank_said_before_it_aborted_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_rank_before_it_aborted_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As NCCL's watchdog does; its log goes with the folder of the run's start."""
     (tmp_path / "rank_1.log").write_text("x" * 9000 + "\nwatchdog: rank 1 waited 600 s for an all-reduce")
     children = [subprocess.Popen([sys.executable, "-c", program]) for program in ("", "import os; os.abort()")]
@@ -293,7 +293,7 @@ def test_what_a_rank_said_before_it_aborted_is_told(tmp_path: Path, capsys: pyte
         (2, (-signal.SIGKILL, -signal.SIGKILL), True),
     ],
 )
-def test_a_failure_after_ctrl_c_is_told(signals: int, statuses: tuple[int, int], broken_off: bool) -> None:
+def test_a_failure_after_ctrl_c_is_reported(signals: int, statuses: tuple[int, int], broken_off: bool) -> None:
     forwarder = _SignalForwarder([cast(subprocess.Popen, SimpleNamespace(poll=lambda status=status: status)) for status in statuses])
     forwarder.first, forwarder.killed = signal.SIGTERM if signals else None, signals > 1
     assert forwarder.aborted == broken_off
@@ -312,7 +312,7 @@ def test_under_torchrun(tmp_path: Path, text: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mxep", "train", *TINY]
     process = start("--data", text, "--steps", "1000", "--out", str(tmp_path / "run"), command=launcher)
     wait_for(process, "step:    2  loss")
-    for pid in (*children_of(process.pid), process.pid):  # as a scheduler does; torchrun passes it on, so ranks hear it twice
+    for pid in (*children_of(process.pid), process.pid):  # as a scheduler does; torchrun passes it on, so ranks get it twice
         os.kill(pid, signal.SIGTERM)
     process.communicate(timeout=LIMIT_S)
     manifest = read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints"))

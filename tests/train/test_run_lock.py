@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one holder at a time, free again when it has ended, never taken from one that lives."""
+"""The lock of a run's folder: one holder at a time, free again when it has ended, never taken from a live one."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     lock_run_folder(tmp_path, print).release()
 
 
-def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
     """Not even where nobody has fetched its exit status yet."""
     process = start_holder(tmp_path)
     with pytest.raises(ValueError, match=f"pid {process.pid} on"):
@@ -98,7 +98,7 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_a_pid_that_was_given_anew_is_another_process(tmp_path: Path) -> None:
+def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     write_lock(tmp_path, replace(Owner.here(None), start="1"))
     check_unlocked(tmp_path)
     lock_run_folder(tmp_path, print).release()
@@ -108,7 +108,7 @@ def test_a_pid_that_was_given_anew_is_another_process(tmp_path: Path) -> None:
 def test_a_silent_holder_elsewhere_is_taken_over_after_two_minutes(
     changes: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it says of the time does not matter, nor does a process here that has its pid."""
+    """Neither its clock nor a local process with its pid matters."""
     owner = elsewhere(**changes)
     write_lock(tmp_path, owner)
     check_unlocked(tmp_path)
@@ -133,7 +133,7 @@ def test_a_heartbeat_elsewhere_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": 3}', b"[" * 100_000, None], ids=str)
-def test_a_lock_that_names_nobody_is_judged_by_its_changes(content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_without_a_holder_is_judged_by_its_changes(content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its writer was killed in the middle, on whatever host; None: it took over, and was killed before it wrote its own name."""
     path = write_lock(tmp_path, Owner.here(None))
     if content is None:
@@ -169,7 +169,7 @@ def test_a_run_whose_starter_was_killed_is_waited_for(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("dead", [False, True])
-def test_of_many_that_try_one_succeeds(dead: bool, tmp_path: Path) -> None:
+def test_one_of_many_attempts_succeeds(dead: bool, tmp_path: Path) -> None:
     for attempt in range(20):
         out = tmp_path / str(attempt)
         out.mkdir()
@@ -234,7 +234,7 @@ def test_the_heartbeat_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not path.exists()
 
 
-def test_what_kills_left_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_killed_runs_block_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f".{LOCK_FOLDER}.abc").mkdir()
     (tmp_path / f".{LOCK_FOLDER}.abc" / "abc.json").touch()
     (tmp_path / LOCK_FOLDER).mkdir()  # killed while it gave the folder back

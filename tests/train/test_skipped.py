@@ -1,4 +1,4 @@
-"""Steps whose gradient is not finite: nothing of them stays, the run continues, and ends in good order when there are too many in a row."""
+"""Steps whose gradient is not finite change nothing, the run continues, and ends with a checkpoint if there are too many in a row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def norms() -> Any:
 
 
 @pytest.mark.parametrize(("value", "optimizer"), [(math.nan, "adamw"), (math.inf, "adamw"), (math.nan, "adamw8bit")])
-def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, value: float, optimizer: str) -> None:
+def test_a_bad_step_changes_nothing(tmp_path: Path, text: str, one_rank: None, value: float, optimizer: str) -> None:
     """NaN in every gradient; the step that is launched before the host has read of it is taken."""
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=6, cache_weights=True, optimizer=optimizer)
     loss = run.microbatches.loss
@@ -74,10 +74,10 @@ def test_nothing_of_a_bad_step_stays(tmp_path: Path, text: str, one_rank: None, 
 @pytest.mark.parametrize(
     ("recipe", "precision"), [("mxfp8_wgrad_with_hp", {}), ("bf16", {}), ("bf16", {"optimizer": "adamw8bit", "dtype": "bfloat16"})]
 )
-def test_nothing_of_a_bad_step_stays_on_a_gpu(
+def test_a_bad_step_changes_nothing_on_a_gpu(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, recipe: str, precision: dict[str, str]
 ) -> None:
-    """Nor does the host wait to hear that it was one."""
+    """The host does not wait to know of it."""
     monkeypatch.setenv("MXEP_CHECK", "0")  # checks of kept weights read values on the host
     device = torch.device("cuda", 0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
@@ -153,7 +153,7 @@ def test_all_ranks_skip_a_step_that_is_bad_on_one(tmp_path: Path, text: str, opt
         assert steps == 2.0
 
 
-def test_a_run_survives_bad_steps_and_says_so(
+def test_a_run_survives_and_reports_bad_steps(
     tmp_path: Path, text: str, one_rank: None, norms: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=8, max_skipped=2, checkpoint_every=100)
@@ -175,7 +175,7 @@ def test_a_run_survives_bad_steps_and_says_so(
 
 
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
-    """Of the weights before them; it can be gone on with, and a checkpoint with the same weights pushes no older one out."""
+    """Of the weights before them; it can be resumed, and a checkpoint with the same weights replaces no older one."""
     options = {"data": (text,), "steps": 12, "checkpoint_every": 2, "evaluate": False, "keep": 2, "max_skipped": 1}
     run = trainer(0, 1, str(tmp_path), **options)
     not_finite(run, {5, 6, 7, 8, 9})
@@ -214,7 +214,7 @@ def test_weights_that_no_checkpoint_has_are_saved(tmp_path: Path, text: str, one
     with pytest.raises(FloatingPointError, match="none of them changed the weights: "):
         run.train()
     (path,) = list_checkpoints(tmp_path / "checkpoints")
-    assert read_manifest(path).facts["skipped"] == {"total": 2, "in_a_row": 2}, "step 4 was on its way when step 3 was read"
+    assert read_manifest(path).facts["skipped"] == {"total": 2, "in_a_row": 2}, "step 4 had been launched when step 3 was read"
     assert read_manifest(path).step == 4
 
 
@@ -237,7 +237,7 @@ def test_weights_whose_checkpoint_was_lost_are_saved(
 
 
 def test_a_resumed_run_has_skipped_the_same_steps(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
-    """Bit for bit: the optimizer's bias correction counts the steps that were taken, and the count in a row goes on."""
+    """Bit for bit: the optimizer's bias correction counts the steps that were taken, and the count in a row continues."""
     options = {"data": (text,), "steps": 7, "checkpoint_every": 100, "max_skipped": 2}
     ends = []
     for name, more in (("straight", {}), ("stopped", {"stop_after": 3}), ("stopped", {"resume": True})):
@@ -260,7 +260,7 @@ def test_a_resumed_run_has_skipped_the_same_steps(tmp_path: Path, text: str, one
     assert steps_of(tmp_path / "straight") == steps_of(tmp_path / "stopped")
 
 
-def test_a_last_step_that_was_skipped_is_no_stopped_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_last_step_was_skipped_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def train(recipe: str, out: Path) -> tuple[int, bool]:
         out.mkdir(parents=True)
         records: list[dict[str, Any]] = [{"kind": "step", "step": n, "loss": 1.0, "tokens_per_s": 1.0} for n in range(1, 5)]
@@ -272,7 +272,7 @@ def test_a_last_step_that_was_skipped_is_no_stopped_run(tmp_path: Path, capsys: 
     assert "was stopped" not in capsys.readouterr().out
 
 
-def test_skipped_steps_push_no_older_checkpoint_out(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
+def test_skipped_steps_replace_no_older_checkpoint(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=20, evaluate=False, checkpoint_every=1, keep=2)
     not_finite(run, range(4, 21))
     with pytest.raises(FloatingPointError):

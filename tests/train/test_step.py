@@ -1,4 +1,4 @@
-"""Steps that are read when the next one has been launched: no line is lost, signals are heard in time."""
+"""Steps whose results are read after the next one was launched: no line is lost, signals are handled in time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_steps_with_documents_masked(tmp_path: Path, one_rank: None, monkeypatch
     assert not TrainConfig.from_json(values).mask_documents, "runs from before there was the option"
 
 
-def test_the_line_of_a_step_is_told_where_the_next_one_fails(tmp_path: Path, text: str, one_rank: None) -> None:
+def test_the_line_of_a_step_is_printed_if_the_next_one_fails(tmp_path: Path, text: str, one_rank: None) -> None:
     """Also of one that was skipped."""
     failing = {"evaluate": False, "checkpoint": False, "data": (text,), "steps": 6}
     for name, bad, told, skipped in (("fails", None, [1, 2, 3], []), ("both", 3, [1, 2], [3])):
@@ -86,7 +86,7 @@ def test_the_line_of_a_step_is_told_where_the_next_one_fails(tmp_path: Path, tex
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_the_host_waits_ends_the_run_after_the_step_on_its_way(
+def test_a_signal_while_the_host_waits_ends_the_run_after_the_launched_step(
     tmp_path: Path, text: str, one_rank: None, number: signal.Signals
 ) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=9, evaluate=False, checkpoint_every=100)
@@ -103,7 +103,7 @@ def test_a_signal_while_the_host_waits_ends_the_run_after_the_step_on_its_way(
 
 
 def test_a_signal_in_the_last_step_leaves_a_whole_run(tmp_path: Path, text: str, one_rank: None) -> None:
-    """Evaluated too: there is nothing to go on with."""
+    """It is evaluated, too: there is no step left to resume."""
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=3, eval_every=100)
     step = run.step
 

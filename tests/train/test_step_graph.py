@@ -1,4 +1,4 @@
-"""A run's steps as a graph on a CPU, where a replay is a call. What cannot be recorded is refused."""
+"""A run's steps as a graph on a CPU, where a replay is a call. Options that cannot be recorded are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_steps_are_those_without_a_graph(tmp_path: Path, one_rank: None, more: d
     assert any(bool(value.any()) for name, value in ends[1].items() if name.endswith(".expert_bias"))
 
 
-def test_a_run_says_where_graphs_are_not_tested(tmp_path: Path, one_rank: None) -> None:
+def test_a_run_warns_where_graphs_are_not_tested(tmp_path: Path, one_rank: None) -> None:
     run = trainer(0, 1, str(tmp_path))
     assert "CUDA graph" not in run.describe()[0]
     run.config = dataclasses.replace(run.config, cuda_graph=True)
@@ -78,7 +78,7 @@ GRAPH: dict[str, Any] = {"cuda_graph": True, "fused_layer": True}
         ({"numerics_every": 5}, "cuda", "--numerics-every=5: only some of the steps count"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(options: dict[str, Any], device: str, match: str) -> None:
+def test_options_that_cannot_be_recorded_are_refused(options: dict[str, Any], device: str, match: str) -> None:
     with pytest.raises(ValueError, match=f"--cuda-graph with {match}"):
         resolve(TrainConfig(**{**GRAPH, **options}), device, 2)
     assert resolve(TrainConfig(**GRAPH), "cuda", 2)

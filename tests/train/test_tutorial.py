@@ -44,7 +44,7 @@ SMALLER = {
 }
 
 
-def test_every_option_lands_in_a_field() -> None:
+def test_every_option_sets_a_field() -> None:
     config = read_options([f"--config={ROOT / 'configs' / 'deepseek_v3_16b.toml'}", *TUTORIAL])
     assert (config.model_name, config.model_flavor, config.lr) == ("deepseek_v3", "16B", 2.2e-4)  # the file's
     want = {

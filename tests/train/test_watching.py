@@ -1,4 +1,4 @@
-"""What watches a run: counts of MXFP8's codes, TensorBoard, a profiler window, and the comparison of two recipes."""
+"""Observation of a run: counts of MXFP8's codes, TensorBoard, a profiler window, and the comparison of two recipes."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def padded(counts: dict[str, int], times: int, blocks: int) -> dict[str, int]:
     return {name: times * count + own.get(name, 0) for name, count in counts.items()}
 
 
-def check_roads(world: int, x: Tensor, dy: Tensor | None, top_k: int, recipe: str) -> dict[str, dict[str, int]]:
-    """The fused layer's counts, after they were found in the blocks: there a row stands for each choice, and padding around them."""
+def check_layers(world: int, x: Tensor, dy: Tensor | None, top_k: int, recipe: str) -> dict[str, dict[str, int]]:
+    """The fused layer's counts. Those of the blocks are compared with them: the blocks have a row for each choice, and padding."""
     found = []
     for layer in both(recipe, top_k=top_k):
         if world > 1:
@@ -99,13 +99,13 @@ def check_counts(rank: int, world: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     x, dy = (torch.randn(40, D, generator=generator).bfloat16() for _ in range(2))
     x[3, 40], x[5, 33], dy[7, 2], dy[9] = 0.0, -0.0, float("nan"), 0.0
-    found = check_roads(world, x, dy, 1, "mxfp8_wgrad_with_hp")
+    found = check_layers(world, x, dy, 1, "mxfp8_wgrad_with_hp")
     assert [found[of]["nonfinite_blocks"] for of in ("rows", "gradients")] == [0, world]
     assert found["rows"]["zeros"] >= 2 * world
     assert found["gradients"]["zeros"] >= D * world
-    check_roads(world, x, None, 2, "mxfp8_wgrad_with_hp")
+    check_layers(world, x, None, 2, "mxfp8_wgrad_with_hp")
     x[rank, 50], x[:, 10] = float("inf"), 480.0  # floor leaves a block with 480 its scale of 1, which ends at 448
-    rows = check_roads(world, x, None, 1, "mxfp8_wgrad_with_hp_floor")["rows"]
+    rows = check_layers(world, x, None, 1, "mxfp8_wgrad_with_hp_floor")["rows"]
     assert rows["nonfinite_blocks"] == world
     assert rows["largest_codes"] >= 40 * world
 
@@ -136,7 +136,7 @@ def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: 
         )
     assert losses[0] == losses[1]
     assert losses[2] == losses[3] != losses[0]
-    tokens = 2 * 16  # of two passes; in the blocks a row for each of two choices, with padding
+    tokens = 2 * 16  # of two microbatches; in the blocks a row for each of two choices, with padding
     for name in ("watched", "fused_watched"):
         records = [record for record in read_metrics(tmp_path / name / "metrics.jsonl") if record["kind"] == "numerics"]
         assert [(record["step"], record["layer"], record["of"]) for record in records] == [
@@ -158,7 +158,7 @@ def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: 
     assert {"held_out/loss", "step/dead_experts", "numerics/layers.1.moe/rows/zeros"} <= set(board.Tags()["scalars"])
 
 
-def test_a_run_stopped_where_it_would_evaluate_does_so_when_it_goes_on(
+def test_a_run_that_stopped_before_an_evaluation_evaluates_when_it_resumes(
     tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped() -> StopRequest:
@@ -217,7 +217,7 @@ def test_a_run_that_is_killed_twice_at_one_checkpoint_has_each_figure_once(tmp_p
 
 
 def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The road of the command line, with the ranks in this process."""
+    """The path of the command line, with the ranks in this process."""
     arms = []
 
     def start(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
@@ -264,7 +264,7 @@ def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.
     assert train_both(("c", "d"), tmp_path, lambda recipe, out: (3, False), 5) == 3
 
 
-def test_a_folder_of_the_second_arm_that_is_taken_is_told_before_the_first_is_trained(
+def test_a_used_folder_of_the_second_arm_is_an_error_before_the_first_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "both" / "bf16" / "checkpoints" / "step_00000003").mkdir(parents=True)
@@ -281,9 +281,7 @@ def test_a_folder_of_the_second_arm_that_is_taken_is_told_before_the_first_is_tr
         (["--compare", "fp4"], "fp4"),
     ],
 )
-def test_comparisons_that_cannot_be(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_comparisons(options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert command([*options, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
@@ -301,7 +299,7 @@ def test_without_evaluation(tmp_path: Path, text: str, one_rank: None) -> None:
     assert "(EP)" in "".join(run.describe())
 
 
-def test_a_step_takes_as_long_as_what_is_told_of_it(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_step_includes_its_metrics(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The experts' load took 45 ms of every step on four GPUs, and no figure had them: the clock had been read before."""
     options = {"device": "cpu", "batch": 1, "seq_len": 32, "steps": 1, "data": (text,), "evaluate": False, "checkpoint": False}
     now, read = [0.0], ExpertBiasHook.load
@@ -333,7 +331,7 @@ def test_a_rank_computes_on_the_cpu_with_one_thread(device: str, monkeypatch: py
             assert asked == want
 
 
-def test_what_a_profile_records(tmp_path: Path) -> None:
+def test_steps_that_a_profile_records(tmp_path: Path) -> None:
     host, device = torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA
     for kind, wanted in (("cpu", ([host], [host])), ("cuda", ([host, device], [device]))):
         found = [StepProfiler(tmp_path, 1, 1, 0, torch.device(kind), host=both)._activities for both in (True, False)]
@@ -341,14 +339,14 @@ def test_what_a_profile_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ends", "told"), [(4, "profile of 3 steps"), (3, "profile of 2 steps"), (2, "profile of 1 step:")])
-def test_a_profile_tells_how_many_steps_it_has(tmp_path: Path, ends: int, told: str) -> None:
+def test_a_profile_reports_its_number_of_steps(tmp_path: Path, ends: int, told: str) -> None:
     """Three from the second on are asked for; where the run ends before, it has fewer."""
     profiler = StepProfiler(tmp_path, 2, 3, 0, torch.device("cpu"))
-    heard = []
+    results = []
     for step in range(1, ends + 1):
         profiler.before(step)
-        heard.append(profiler.after(step, last=step == ends))
-    assert heard[:-1] == [None] * (ends - 1)
-    assert heard[-1] is not None
-    assert heard[-1].startswith(told)
+        results.append(profiler.after(step, last=step == ends))
+    assert results[:-1] == [None] * (ends - 1)
+    assert results[-1] is not None
+    assert results[-1].startswith(told)
     assert (tmp_path / "profile" / "rank_00000.json").exists()

@@ -158,8 +158,8 @@ class Decoder(nn.Module):
         out: Tensor = self.output(self.norm(x), labels)
         if labels is not None and out.dim() > 0:
             raise ValueError(
-                f"{type(self).__name__}: with labels {type(self.output).__name__} returned {tuple(out.shape)}, want a loss (); what wraps the "
-                "output projection (an adapter of peft) does not know its labels: leave it out (exclude_modules='output')"
+                f"{type(self).__name__}: with labels {type(self.output).__name__} returned {tuple(out.shape)}, want a loss (); what wraps "
+                "the output projection (an adapter of peft) does not know its labels: leave it out (exclude_modules='output')"
             )
         return out
 

@@ -65,7 +65,7 @@ def parts_of(rows: ChatRows, row: dict[str, Any], tokenizer: FileTokenizer) -> l
 
 
 def test_the_assistants_tokens_are_targets(tmp_path: Path) -> None:
-    """With a template that marks them, and with one that renders the last message differently and marks nothing."""
+    """With a template that marks them, and with one that marks nothing and renders the last message differently."""
     assert doctest.testmod(chat).failed == 0
     user = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in ("hi", "why?")]
     for template, answers, end in (
@@ -84,7 +84,7 @@ def test_the_assistants_tokens_are_targets(tmp_path: Path) -> None:
         assert whole.fingerprint != rows.fingerprint
 
 
-def test_what_a_row_gives_its_template_beside_the_messages(tmp_path: Path) -> None:
+def test_values_that_a_row_passes_to_its_template(tmp_path: Path) -> None:
     """Tools as objects or as JSON, and the template's values; with and without masks."""
     tools = [{"name": "weather"}]
     for only_answers in (True, False):
@@ -255,7 +255,7 @@ def test_a_corpus_of_conversations(tmp_path: Path) -> None:
     assert batch.documents is not None
 
 
-def test_what_has_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
+def test_data_without_targets_is_refused(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "tokenizer")
     only_users = write_conversations(tmp_path / "users.jsonl", [messages[:1] for messages in conversations(9)])
     with pytest.raises(ValueError, match="the training conversations have no token of an assistant; check the roles"):
@@ -280,7 +280,7 @@ def options_of(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def test_a_run_on_conversations(tmp_path: Path, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loss is the mean over targets; tokens per second count all; a resumed run goes on to the bit, and keeps its options."""
+    """The loss is the mean over targets; tokens per second count all; a resumed run has the same bits, and keeps its options."""
     options = options_of(tmp_path, batch=4, balance_loss=0.0)
     run = trainer(0, 1, str(tmp_path / "whole"), **options)
     batch = TrainingSequences(run.corpus.train, 16, 4, seed=0).next_batch()
@@ -313,7 +313,7 @@ def test_a_run_on_conversations(tmp_path: Path, one_rank: None, capsys: pytest.C
 
 
 def test_a_step_without_a_target_is_skipped(tmp_path: Path, one_rank: None) -> None:
-    """It leaves the weights, and the next one trains."""
+    """It does not change the weights, and the next step trains."""
     run = trainer(0, 1, str(tmp_path / "run"), **options_of(tmp_path, batch=4))
     before, draw = {name: value.clone() for name, value in state_of(run).items()}, run.sequences.next_batch
     run.sequences.next_batch = lambda: draw()._replace(labels=torch.full((4, 16), IGNORE))  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Token files: the same corpus as in memory, written once by whoever comes first, whole or not at all; runs that go on with them."""
+"""Token files: the same corpus as in memory, written once by the first process, completely or not at all; runs that resume with them."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def test_the_folder_of_compiled_kernels_stays_private(texts: str, tmp_path: Path
 
 def test_files_are_written_once(texts: str, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
-    told: list[str] = []
-    first = load_corpus([texts], ByteTokenizer(), 0.3, cache=cache, report=told.append)
-    assert any("60 documents" in text for text in told)
-    assert any("checksum" in text for text in told)
+    printed: list[str] = []
+    first = load_corpus([texts], ByteTokenizer(), 0.3, cache=cache, report=printed.append)
+    assert any("60 documents" in text for text in printed)
+    assert any("checksum" in text for text in printed)
     monkeypatch.setattr(ByteTokenizer, "encode_all", None)
     assert same(load_corpus([texts], ByteTokenizer(), 0.3, cache=cache), first)
     monkeypatch.undo()
@@ -142,12 +142,12 @@ def test_a_folder_that_lost_its_manifest_is_written_again(texts: str, tmp_path: 
 
 
 @pytest.mark.parametrize("validated", [True, False])
-def test_it_tells_while_it_reads_to_split(validated: bool, texts: str, tmp_path: Path, in_files: None) -> None:
-    """Those who wait give up on a writer that says nothing."""
-    told: list[str] = []
+def test_it_reports_progress_while_it_reads_to_split(validated: bool, texts: str, tmp_path: Path, in_files: None) -> None:
+    """Waiting processes give up on a writer that prints nothing."""
+    printed: list[str] = []
     cut = dict(validation=[f"{texts}/0*.txt"]) if validated else dict(held_out_share=1e-9)
-    load_corpus([texts], ByteTokenizer(), cache=tmp_path / "cache", report=told.append, **cut)  # type: ignore[arg-type]
-    looks = [text for text in told if "looked at" in text]
+    load_corpus([texts], ByteTokenizer(), cache=tmp_path / "cache", report=printed.append, **cut)  # type: ignore[arg-type]
+    looks = [text for text in printed if "looked at" in text]
     assert len(looks) > 1
     assert "looked at 5 documents, 0 MiB of text" in looks[0]
 
@@ -167,7 +167,7 @@ def test_a_validation_set_of_its_own(memory: bool, texts: str, tmp_path: Path, m
         load_corpus([f"{texts}/05.txt"], ByteTokenizer(), validation=[str(validation)], cache=tmp_path / "cache")
 
 
-def test_what_goes_wrong_leaves_nothing(texts: str, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_files(texts: str, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
     (Path(texts) / "zz.jsonl").write_text("{")
     with pytest.raises(ValueError, match="line 1 is not JSON"):
@@ -213,7 +213,7 @@ def test_damaged_files_are_written_again(damage: str, name: str, texts: str, tmp
         assert same(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache"), first)
 
 
-def test_a_damage_is_named(texts: str, tmp_path: Path, in_files: None) -> None:
+def test_the_damaged_file_is_named(texts: str, tmp_path: Path, in_files: None) -> None:
     load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
     (folder,) = corpora(tmp_path / "cache")
     content = bytearray((folder / "train.bin").read_bytes())
@@ -227,7 +227,7 @@ def test_a_damage_is_named(texts: str, tmp_path: Path, in_files: None) -> None:
 
 
 def test_a_folder_of_others_is_read_and_never_replaced(texts: str, tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that this user may not write is taken as it is; one that may not be read is no damage."""
+    """A folder that this user may not write is used as it is; one that may not be read is not taken for damaged."""
     first = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache")
     opened = Path.open
 
@@ -312,27 +312,27 @@ def test_waiting_has_an_end(held_lock: subprocess.Popen[str], texts: str, tmp_pa
 def test_a_writer_that_is_killed_is_replaced(held_lock: subprocess.Popen[str], texts: str, tmp_path: Path) -> None:
     killer = threading.Timer(0.5, held_lock.send_signal, [signal.SIGKILL])
     killer.start()
-    told: list[str] = []
-    found = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache", report=told.append)
-    assert "another process writes them" in told[0]
+    printed: list[str] = []
+    found = load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache", report=printed.append)
+    assert "another process writes them" in printed[0]
     assert found.num_train_documents + found.num_held_out_documents == 60
     assert [path.name.startswith(".") for path in corpora(tmp_path / "cache")] == [False]
 
 
-def test_long_work_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_work_reports_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("mxep.train.metrics._NOTE_S", 0.0)
     for enabled in (True, False):
         progress_notes(enabled)("12 documents [x]")
     assert capsys.readouterr().out == "12 documents [x]\n"
 
 
-# ---- sharding and going on ----
+# ---- sharding and resuming ----
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(40, 400), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3), st.integers(1, 4))
 def test_every_sequence_once_over_all_ranks(length: int, seq_len: int, batch: int, world: int, seed: int, later_world: int) -> None:
-    """Whatever the ranks, before and after going on, the sequences are those of one rank, each once and in order."""
+    """For any number of ranks, before and after resuming, the sequences are those of one rank, each once and in order."""
     stream = np.arange(length, dtype=np.uint16)
 
     def rows(windows: list[TrainingSequences]) -> list[list[int]]:
@@ -349,7 +349,7 @@ def test_every_sequence_once_over_all_ranks(length: int, seq_len: int, batch: in
     assert len({tuple(row) for row in seen[: alone.per_epoch]}) == min(len(seen), alone.per_epoch)
 
 
-def test_going_on_with_token_files_on_other_ranks(texts: str, tmp_path: Path, in_files: None) -> None:
+def test_resuming_with_token_files_on_other_ranks(texts: str, tmp_path: Path, in_files: None) -> None:
     def windows(rank: int, world: int) -> TrainingSequences:
         return TrainingSequences(load_corpus([texts], ByteTokenizer(), 0.3, cache=tmp_path / "cache").train, 16, 4 // world, rank, world)
 
@@ -419,15 +419,15 @@ def fails_beside_a_rank_that_hangs(rank: int, world: int, folder: str) -> None:
         distributed.on_all_ranks(lambda: {}["x"])
     assert time.monotonic() - begun < 10
     failed.touch()
-    time.sleep(1)  # what tells the other rank is a thread of this process
+    time.sleep(1)  # a thread of this process notifies the other rank
 
 
-def test_an_error_is_not_held_back_by_a_rank_that_hangs(tmp_path: Path) -> None:
+def test_an_error_is_raised_although_another_rank_hangs(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 failed:(.|\n)*KeyError: 'x' \(rank 0\)"):
         run_ranks(fails_beside_a_rank_that_hangs, 2, str(tmp_path))
 
 
-def test_what_a_library_panics_with_is_raised(one_rank: None) -> None:
+def test_a_panic_of_a_library_is_raised(one_rank: None) -> None:
     class Panic(BaseException):
         pass
 

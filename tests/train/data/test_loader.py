@@ -1,4 +1,4 @@
-"""Data: what is read, what is refused, the split, and the order that resuming depends on."""
+"""Data: readable and unreadable files, the split, and the order that resuming depends on."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_bad_files(name: str, tmp_path: Path) -> None:
 
 
 def test_parquet_that_is_not_utf8(tmp_path: Path) -> None:
-    """Its writers need not look at the bytes of a string."""
+    """Parquet writers do not check the bytes of a string."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     ends, content = np.array([0, 1, 3], dtype=np.int32).tobytes(), b"a\xff\xfe"
     strings = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, pyarrow.py_buffer(ends), pyarrow.py_buffer(content)])
@@ -173,7 +173,7 @@ def test_windows_are_a_function_of_the_sequence_number() -> None:
     assert torch.equal(torch.cat([half.next_batch()[0] for half in halves]), inputs)
 
 
-def test_resumed_windows_go_on_across_an_epoch() -> None:
+def test_resumed_windows_continue_across_an_epoch() -> None:
     straight = TrainingSequences(numbered(200), seq_len=16, batch=5, seed=1)  # 11 windows an epoch
     batches = [straight.next_batch() for _ in range(8)]
     resumed = TrainingSequences(numbered(200), seq_len=16, batch=5, seed=1)
@@ -237,7 +237,7 @@ def test_held_out_is_spread_and_limited() -> None:
 
 @pytest.mark.parametrize("extra", [1, 2, 40, 63, 64])
 def test_an_epoch_leaves_out_less_than_a_sequence(extra: int) -> None:
-    """No target comes twice in an epoch, and two epochs leave out other ones."""
+    """No target is used twice in an epoch, and two epochs leave out different ones."""
     seq_len, length = 64, 3 * 64 + extra
     sequences = TrainingSequences(np.arange(length), seq_len, 1, seed=0)
     assert sequences.per_epoch == length // seq_len

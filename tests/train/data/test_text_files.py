@@ -1,4 +1,4 @@
-"""What `--data` may name beside plain files and folders, and how large files are read."""
+"""Values of `--data` other than plain files and folders, and reading of large files."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_names_in_capitals(tmp_path: Path) -> None:
     assert read_documents([str(tmp_path)]) == names("one", "two")
 
 
-def test_rows_that_are_one_text_here_are_told(tmp_path: Path) -> None:
-    """Where they were asked for; in a searched folder they stand among code."""
+def test_rows_that_are_read_as_one_text_are_reported(tmp_path: Path) -> None:
+    """If the file was named; in a searched folder such files are among code."""
     (tmp_path / "a.json").write_text('[{"text": "one"}]')
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"text\none\n"))
     with pytest.warns(UserWarning, match=r"a\.json: read as plain text; rows are read from \.jsonl"):
@@ -62,7 +62,7 @@ def test_damaged_compression(damage, tmp_path: Path) -> None:
         read_documents([str(path)])
 
 
-def test_a_name_of_nothing_is_not_the_folder_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As --data "$TEXTS" gives where the shell knows no such variable."""
     (tmp_path / "a.txt").write_text("one")
     monkeypatch.chdir(tmp_path)
@@ -152,7 +152,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_no_damage_ends_the_process(kind: str, tmp_path: Path) -> None:
-    """Whatever byte is wrong: documents, or an error that names the file."""
+    """For any wrong byte the result is documents, or an error that names the file."""
     path = tmp_path / DAMAGED[kind]
     write_rows(path, kind)
     size = path.stat().st_size

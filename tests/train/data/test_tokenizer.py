@@ -1,4 +1,4 @@
-"""Tokenizers of files: a small BPE trained here, what ends its documents, what is refused, and runs that use it."""
+"""Tokenizers from files: a small BPE trained here, separators of documents, errors, and runs that use it."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def test_damaged_files_are_named(file: str, content: bytes, bpe: Path, tmp_path:
         FileTokenizer(tmp_path)
 
 
-def test_any_change_of_a_tokenizer_ends_in_a_tokenizer_or_a_named_error(bpe: Path, tmp_path: Path) -> None:
-    """Values of other types at any place of the file, what the library panics at among them."""
+def test_any_change_of_a_tokenizer_gives_a_tokenizer_or_a_named_error(bpe: Path, tmp_path: Path) -> None:
+    """Values of other types anywhere in the file, also those at which the library panics."""
     draw, unnamed = random.Random(0), list[Any]()
     for number in range(200):
         content = json.loads((bpe / "tokenizer.json").read_text())
@@ -236,7 +236,7 @@ def test_a_vocabulary_that_does_not_fit(bpe: Path, tmp_path: Path, one_rank: Non
         trainer(tmp_path / "run", tokenizer=bpe)
 
 
-def test_runs_go_on_with_their_tokenizer_alone(tmp_path: Path, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_resume_only_with_their_tokenizer(tmp_path: Path, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (write_bpe(tmp_path / name, vocab_size=256, eos_token=end) for name, end in (("a", "<end>"), ("b", "<start>")))
     assert not trainer(tmp_path / "run", tokenizer=first, stop_after=1).train()
     assert f"({first})" in capsys.readouterr().out
@@ -250,7 +250,7 @@ def test_runs_go_on_with_their_tokenizer_alone(tmp_path: Path, one_rank: None, c
     assert held_out["nats_per_byte"] < held_out["loss"]
 
 
-def test_runs_from_before_there_were_tokenizers_go_on(tmp_path: Path, one_rank: None) -> None:
+def test_runs_from_before_there_were_tokenizers_resume(tmp_path: Path, one_rank: None) -> None:
     assert not trainer(tmp_path / "run", stop_after=1).train()
     written_before(find_checkpoint(tmp_path / "run" / "checkpoints"), lambda facts: facts["identity"].pop("tokenizer"))
     assert trainer(tmp_path / "run", resume=True).train()

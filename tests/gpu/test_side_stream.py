@@ -1,4 +1,4 @@
-"""Shared experts on a stream of their own: the values and gradients of one stream after the other, however late they are."""
+"""Shared experts on a side stream: the values and gradients of a single stream, however late the side stream is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from mxep.moe import FusedMoE, MoE, MoEConfig
-from mxep.moe import side_stream as home
+from mxep.moe import FusedMoE, MoE, MoEConfig, side_stream
 from mxep.moe.side_stream import start_on_side_stream
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +33,7 @@ class Late(torch.autograd.Function):
 
 
 class LateLinear(nn.Module):
-    """Its streams are kept, to be looked at."""
+    """Records the streams that it runs on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +50,8 @@ def one_pass(start) -> tuple[torch.Tensor, ...]:
     module = LateLinear()
     x = torch.randn(512, 64, device=GPU, requires_grad=True)
     shared = start(module, x)
-    beside = x * 3
-    out = beside + shared()
+    main = x * 3
+    out = main + shared()
     out.square().sum().backward()
     found = out.detach().clone(), x.grad.clone(), module.linear.weight.grad.clone()
     same = module.streams[0] == torch.cuda.current_stream()
@@ -61,7 +60,7 @@ def one_pass(start) -> tuple[torch.Tensor, ...]:
 
 
 def test_late_work_is_waited_for():
-    for _ in range(3):  # memory of an earlier pass is taken again
+    for _ in range(3):  # memory of an earlier pass is used again
         for got, want in zip(one_pass(start_on_side_stream), one_pass(lambda module, x: lambda: module(x)), strict=True):
             assert torch.equal(got, want)
 
@@ -78,14 +77,14 @@ def test_a_layer_with_shared_experts(layer_class: type[MoE], monkeypatch: pytest
         return [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
     got = one_step()
-    monkeypatch.setattr(home, "_second_stream", torch.cuda.current_stream)  # the same graph: gradients add up in the same order
-    for beside, alone in zip(got, one_step(), strict=True):
-        assert torch.equal(beside, alone)
+    monkeypatch.setattr(side_stream, "_second_stream", torch.cuda.current_stream)  # the same graph: gradients add up in the same order
+    for on_two_streams, on_one in zip(got, one_step(), strict=True):
+        assert torch.equal(on_two_streams, on_one)
 
 
 @pytest.mark.parametrize("layer_class", [MoE, FusedMoE])
 def test_a_recomputed_layer_with_shared_experts(layer_class: type[MoE]):
-    """Whether or not the recomputation ends before it joins the second stream."""
+    """Whether or not the recomputation stops before it joins the second stream."""
 
     def one_step(recomputed: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -103,7 +102,7 @@ def test_a_recomputed_layer_with_shared_experts(layer_class: type[MoE]):
 def test_in_a_cuda_graph():
     module = LateLinear()
     x = torch.randn(64, 64, device=GPU)
-    second = home._second_stream(GPU)
+    second = side_stream._second_stream(GPU)
     with torch.no_grad():
         want = x + module(x)
         start_on_side_stream(module, x)()
@@ -119,7 +118,7 @@ def test_in_a_cuda_graph():
 
 
 class LateShared(nn.Module):
-    """A layer, then another one whose weight FSDP gathers and frees with the first one's, read late; something takes memory meanwhile."""
+    """A layer, then one that runs late, whose weight FSDP gathers and frees with the first one's; other tensors are allocated meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +126,8 @@ class LateShared(nn.Module):
 
     def forward(self, x):
         shared = start_on_side_stream(self.shared, self.first(x))
-        taken = [torch.full((64, 64), torch.nan, device=GPU) for _ in range(64)]
-        return shared() + len(taken)
+        allocated = [torch.full((64, 64), torch.nan, device=GPU) for _ in range(64)]
+        return shared() + len(allocated)
 
 
 def test_weights_that_fsdp_frees_with_others():
@@ -143,7 +142,7 @@ def test_weights_that_fsdp_frees_with_others():
             fully_shard(module, mesh=mesh)
             got = [module(x) for _ in range(2)]
         assert all(torch.equal(out, want) for out in got)
-        assert module.shared.streams[0] == home._second_stream(GPU)
+        assert module.shared.streams[0] == side_stream._second_stream(GPU)
         assert module.shared.streams[1:] == [torch.cuda.current_stream()] * 2
     finally:
         dist.destroy_process_group()
