@@ -255,6 +255,22 @@ def test_linear_layers_that_are_faster_in_mxfp8(monkeypatch: pytest.MonkeyPatch)
     assert "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj: linear, 64 -> 32 does not gain" in str(done)
 
 
+def test_linear_layers_of_a_dense_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are converted by their full names: "experts", which are left, name none, and a short name is no part of a longer one."""
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model.k_proj = nn.Linear(64, 96, dtype=torch.bfloat16)  # does not gain, and is a part of the name of one that does
+    monkeypatch.setattr("mxep.parallel.linears.linear_gains", lambda K, N, recipe, tokens: N != 96)
+    done = transformers_5.accelerate(model, MX)
+    assert done.left["experts"] == "the model has none that transformers can switch"
+    converted = {name for name, module in model.named_modules() if isinstance(module, MXLinear)}
+    assert converted == {name for name, what in done.converted.items() if what.startswith("linear, ")}
+    assert converted == {f"model.layers.0.{name}_proj" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.down")}
+    model(**labelled()).loss.backward()
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "kind", "reason"),
     [

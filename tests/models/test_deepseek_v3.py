@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxep.models.deepseek_v3 import DeepSeekV3, LatentAttention, attention_scale, rotate
+from mxep.models.families import build_model
 from mxep.models.presets import MODELS, DeepSeekV3Config, Yarn, resolve_model
 from mxep.models.rope import rope_frequencies, rope_table
 from mxep.recipe import resolve_recipe
@@ -167,3 +170,22 @@ def test_dense_only_model_has_no_router_loss() -> None:
 def test_sequence_too_long() -> None:
     with pytest.raises(ValueError, match="65 tokens in a sequence, want at most max_seq_len=64"):
         build()(torch.zeros(1, 65, dtype=torch.int64))
+
+
+def test_a_wrapped_output_projection_that_returns_no_loss_raises() -> None:
+    """An adapter of peft added its logits to the loss of the projection that it wraps: a loss for each logit, without an error."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, x: Tensor, *args: Any) -> Tensor:
+            return self.base(x, *args) + x @ self.base.weight.t()
+
+    model = build_model(MODELS["dsv3_debug"], resolve_recipe("hp"))
+    model.init_weights(0)
+    model.output = Wrapped(model.output)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"with labels Wrapped returned \(1, 8, \d+\), want a loss \(\); .* leave it out"):
+        model(tokens, tokens)

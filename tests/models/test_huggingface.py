@@ -249,6 +249,19 @@ def test_damaged_and_foreign_folders(kind: str, tmp_path: Path) -> None:
     assert str(tmp_path / "hf") in str(error.value)
 
 
+def test_the_one_file_is_read_although_an_earlier_save_left_an_index(tmp_path: Path) -> None:
+    """As transformers does."""
+    write(V3, tmp_path / "hf", file_bytes=20_000)
+    assert (tmp_path / "hf" / INDEX).exists()
+    later = build(V3, seed=2)
+    save_published(V3, later.state_dict().items(), tmp_path / "one", torch.float32)
+    (tmp_path / "one" / SINGLE).rename(tmp_path / "hf" / SINGLE)
+    loaded = build(V3)
+    load_published(loaded, tmp_path / "hf")
+    for name, want in later.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], want), name
+
+
 def test_damaged_index(tmp_path: Path) -> None:
     write(V3, tmp_path / "hf", file_bytes=20_000)
     index = json.loads((tmp_path / "hf" / INDEX).read_text())

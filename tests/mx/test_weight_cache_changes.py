@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from mxep import device
 from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
-from mxep.mx import weight_cache
+from mxep.mx import quantize_mx, weight_cache
+from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import WeightCache
 from mxep.parallel import MXLinear, cache_quantized_weights, parallelize_moe
 from mxep.recipe import RECIPES
@@ -370,3 +371,14 @@ def test_asking_whether_a_stream_captures_initialises_no_cuda() -> None:
     if not torch.cuda.is_initialized():
         assert not device.is_capturing()
         assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_collectives_into_mx_tensors_raise(frozen: bool) -> None:
+    """They wrote into a dequantised copy: nothing arrived, without an error."""
+    values = torch.randn(64, 32)
+    mx = MXWeight.of(values) if frozen else quantize_mx(values)
+    for collective in (lambda: dist.broadcast(mx, 0), lambda: dist.all_reduce(mx), lambda: dist.broadcast(mx.data, 0)):
+        with pytest.raises(ValueError, match=r"want its bytes; exchange both parts, as in torch.distributed.broadcast\(w.qdata"):
+            collective()
+    dist.broadcast(mx.qdata.view(torch.uint8), 0)

@@ -216,6 +216,19 @@ def test_a_forward_without_grouped_gemm_raises() -> None:
         experts(torch.randn(192, 64), COUNTS)
 
 
+def test_a_forward_may_leave_early_without_rows() -> None:
+    """Under expert parallelism one rank alone may have none, and would end while the others wait."""
+
+    class Early(TitanExperts):
+        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+            return super().forward(x, counts) if len(x) else x
+
+    experts = Early(64, 96, 4).bfloat16()
+    convert_experts(experts, "*")
+    nothing = torch.randn(0, 64, dtype=torch.bfloat16)
+    assert experts(nothing, torch.zeros(4, dtype=torch.int64)) is nothing
+
+
 @pytest.mark.parametrize("names", [("self", "mat2"), ("mat_a", "mat_b")])
 def test_operands_by_name(names: tuple[str, str]) -> None:
     class ByName(TitanExperts):

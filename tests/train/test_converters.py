@@ -151,3 +151,10 @@ def test_chosen_layers(changes: dict[str, Any], chooses: str | None) -> None:
 def test_an_unknown_layer_to_skip() -> None:
     with pytest.raises(ValueError, match=r"--linear-skip: 'wqq' matched no torch.nn.Linear, saw .*; give whole parts"):
         linear_choice.choose_linears(TrainConfig(linear_skip="wqq"), resolve_model("qwen3_debug_cpu"), 32, torch.device("cpu"))
+
+
+def test_linear_options_that_change_nothing_are_reported() -> None:
+    config = TrainConfig(recipe="bf16", linear_fqns="attention,typo", linear_skip="nonsense")
+    (line,) = linear_choice.describe_linears(nn.Linear(4, 4), config)
+    assert line == "dense linear layers in high precision: --linear-fqns and --linear-skip change nothing"
+    assert linear_choice.describe_linears(nn.Linear(4, 4), TrainConfig(recipe="bf16")) == []

@@ -218,19 +218,22 @@ def test_a_run_that_is_killed_twice_at_one_checkpoint_has_each_figure_once(tmp_p
 
 def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of the command line, with the ranks in this process."""
-    arms = []
+    arms, precisions = [], []
 
     def start(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
         assert read_options(argv) == config, "the ranks read their options from the command line"
         arms.append(config.recipe)
+        precisions.append((config.output_recipe, config.linear_recipe))
         assert config.out is not None
         return 0 if Trainer(config, Ranks(0, 1, torch.device("cpu")), config.out).train() else 1, False
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", start)
     small = ["--device", "cpu", "--nproc", "1", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--steps", "4", "--data", text]
-    assert command([*small, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
+    precise = ["--output-recipe", "mxfp8_wgrad_with_mx", "--linear-recipe", "mxfp8_wgrad_with_hp", "--linear-fqns", "shared_experts"]
+    assert command([*small, *precise, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
     assert arms == ["mxfp8_wgrad_with_hp", "bf16"]
+    assert precisions == [("mxfp8_wgrad_with_mx", "mxfp8_wgrad_with_hp"), ("bf16", "bf16")], "bf16 as a whole"
     comparison = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert list(comparison["arms"]) == arms
     assert comparison["ratios"]["loss"] == pytest.approx(1, abs=0.02)

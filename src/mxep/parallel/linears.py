@@ -153,8 +153,8 @@ def convert_linears(
     """Make dense linear layers of a model compute in MXFP8, in place; before sharding, compilation and recomputation are applied to it.
 
     Another call gives converted layers another recipe, after these too; "bf16" makes them torch.nn.Linear again, as `unconvert` does.
-    Routers, embeddings, peft's adapters and subclasses of torch.nn.Linear (a projection to logits with a loss of its own) are never
-    converted.
+    mxep's own routers, embeddings, peft's adapters and subclasses of torch.nn.Linear (a projection to logits with a loss of its own) are
+    never converted.  A router that is a torch.nn.Linear stays without `fqns` if it is called as in `KEPT_APART`; else name it in `skip`.
 
     Args:
         model: converted in place.

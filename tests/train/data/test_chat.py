@@ -202,6 +202,18 @@ def test_tokenizers_without_a_template_are_refused(tmp_path: Path, monkeypatch: 
         ChatRows(FileTokenizer(plain))
 
 
+@pytest.mark.parametrize("change", ["added_tokens.json", "additional_special_tokens"])
+def test_tokens_that_only_transformers_knows_are_refused(change: str, tmp_path: Path) -> None:
+    """Their ids were beyond the vocabulary: exports left them out, generation never drew them, and cached tokens had other ids."""
+    folder = write_chat_tokenizer(tmp_path / "tokenizer")
+    if change == "added_tokens.json":
+        (folder / change).write_text(json.dumps({"<|more|>": FileTokenizer(folder).vocab_size}))
+    else:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", change: ["<|more|>"]}))
+    with pytest.raises(ValueError, match=r"chat: transformers adds 1 tokens to .*tokenizer.json, '<\|more\|>' as 4\d first, want all"):
+        ChatRows(FileTokenizer(folder))
+
+
 def stream_of(corpus: Corpus) -> list[int]:
     return [*corpus.held_out.tolist(), *corpus.train.tolist()]
 
