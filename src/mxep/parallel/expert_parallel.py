@@ -35,7 +35,7 @@ class MXFP8ExpertParallel(ParallelStyle):
 
     Args:
         recipe: precision of the exchanges (and of the GEMMs of `mxep.moe.Experts`; code of your own calls its GEMM itself, or is
-            converted with `convert_experts`).  None: that of a `mxep.moe.Experts`, or the one that `convert_experts` gave the module,
+            converted with `convert_experts`).  None is that of a `mxep.moe.Experts`, or the one that `convert_experts` gave the module,
             at each call; else the default preset.
 
     Examples:
