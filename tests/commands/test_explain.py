@@ -131,3 +131,18 @@ def test_inputs_that_linear_layers_keep_in_mx_are_counted(recipe: str, counted: 
     kept = [peak_memory(model, resolve_recipe(recipe), dims, 4, 8192, mx_linears=mx)[0].kept / 2**30 for mx in (False, True)]
     assert kept[1] > kept[0] + 0.1
     assert line.split()[-5] == f"{kept[counted]:,.2f}"
+
+
+def test_gradients_that_add_up_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP keeps them whole between the microbatches of a step: half the batch, accumulated twice, takes more memory."""
+    peaks = []
+    for tokens, accumulate in ((8192, 1), (4096, 2)):
+        assert main(["explain", "--ep", "1", "--ranks", "8", "--tokens", str(tokens), "--accumulate", str(accumulate)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        rows = {name: next((line for line in lines if name in line), "") for name in ("gradients that add up", "peak: parts")}
+        assert bool(rows["gradients that add up"]) == (accumulate > 1)
+        peaks.append(float(rows["peak: parts"].split()[-2]))  # of full recomputation
+    model, recipe = MODELS["dsv3_16b"], resolve_recipe("mxfp8_wgrad_with_hp")
+    (accumulated,) = peak_memory(model, recipe, ParallelDims(ep=1), 8, 4096, recompute="full", accumulate=2)
+    assert peaks[1] == pytest.approx(accumulated.total / 2**30, abs=0.01)
+    assert peaks[1] > 2 * peaks[0]

@@ -199,7 +199,7 @@ OF_ONE_EXPERT_LESS = "down_proj is (7, 96, 64) in the file, want (8, 96, 64)"
     ("ends", "changed", "problem"),
     [
         ("gate_up_proj_scales", lambda value: None, "gate_up_proj has gate_up_proj_blocks in the file, want its blocks and its scales"),
-        ("down_proj_scales", lambda value: value.fill_(255), "down_proj has scales that are no finite numbers"),
+        ("down_proj_scales", lambda value: value.fill_(255), "down_proj has values or scales that are no finite numbers"),
         ("down_proj_scales", lambda value: value.view(torch.float8_e8m0fnu), "scales of MXFP4 are other numbers than bytes"),
         ("down_proj_scales", lambda value: value[:, :, :-1].contiguous(), "mxfp4_to_mxfp8: blocks"),
         (("down_proj_blocks", "down_proj_scales"), lambda value: value[:7].contiguous(), OF_ONE_EXPERT_LESS),

@@ -382,3 +382,16 @@ def test_collectives_into_mx_tensors_raise(frozen: bool) -> None:
         with pytest.raises(ValueError, match=r"want its bytes; exchange both parts, as in torch.distributed.broadcast\(w.qdata"):
             collective()
     dist.broadcast(mx.qdata.view(torch.uint8), 0)
+
+
+def test_frozen_weights_are_shared_with_other_processes_and_not_by_dlpack() -> None:
+    """Both ended the process with a segmentation fault."""
+    layer = nn.Linear(64, 32)
+    layer.weight = nn.Parameter(MXWeight.of(torch.randn(32, 64)), requires_grad=False)
+    before = layer.weight.dequantize()
+    layer.share_memory()
+    assert layer.weight.qdata.is_shared()
+    assert layer.weight.scale.is_shared()
+    assert torch.equal(layer.weight.dequantize(), before)
+    with pytest.raises(ValueError, match="two storages, want a plain tensor for DLPack; use its dequantize"):
+        torch.from_dlpack(layer.weight)

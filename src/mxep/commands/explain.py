@@ -29,6 +29,9 @@ _MIB, _GIB = 2**20, 2**30
 _GIB_A_GB = 0.99  # that torch sees for each GB in the name of a GPU: 79.2 of an H100 with 80 GB, 139.8 of an H200 with 141
 
 
+_LAYERS = ("fused_layer", "keep_first_product", "cache_weights", "compile", "accumulate", "optimizer_in_backward")  # of `stage_peak`
+
+
 @dataclass(frozen=True)
 class ExplainConfig:
     """Shapes, bytes and FLOPs of one MoE layer, FLOPs of a step, the peak memory of a GPU, and what other recipes and EP degrees change.
@@ -71,6 +74,8 @@ class ExplainConfig:
     """Memory with the moments of `mxep train --optimizer`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Memory with parameters and gradients of this dtype, as with `mxep train --dtype`."""
+    accumulate: int = 1
+    """Memory with gradients that add up over so many forwards, as with `mxep train --accumulate`: whole under FSDP, in float32."""
     optimizer_in_backward: bool = False
     """Memory with gradients that are freed during backward, as with `mxep train --optimizer-in-backward`."""
     gpu_gb: float = 80.0
@@ -351,9 +356,8 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
     from mxep.train.state_precision import StatePrecision
 
     plan = (model, recipe, config.dims, config.world, config.tokens)
-    layers: dict[str, Any] = {name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "cache_weights", "compile")}
+    layers: dict[str, Any] = {name: getattr(config, name) for name in _LAYERS}
     precision = StatePrecision(config.optimizer, config.dtype)
-    layers["optimizer_in_backward"] = config.optimizer_in_backward
     layers["mx_linears"] = recipe.wgrad == "mx" and None in linears.values()
     options = {**layers, "precision": precision}
     modes: tuple[Recompute, ...] = get_args(Recompute)
@@ -372,6 +376,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
         "weights, this rank's shards": [peak.rank.weights for peak in peaks],
         "AdamW's moments": [peak.rank.moments for peak in peaks],
         "gradients": [peak.rank.gradients for peak in peaks],
+        "gradients that add up": [peak.rank.accumulated if config.accumulate > 1 or config.pp > 1 else 0 for peak in peaks],
         "gathered bf16 weights": [peak.rank.outside + peak.rank.gathered for peak in peaks],
         "gradient being reduced": [peak.rank.summed for peak in peaks],
         "exchange buffers": [peak.exchange for peak in peaks],

@@ -133,6 +133,19 @@ class MXWeight(MXTensor):
             "mxep.dequantize_base first, or load the model with mxep.integrations.transformers_quantizer.MXFP8Config"
         )
 
+    def share_memory_(self) -> MXWeight:
+        """Moves both parts into shared memory, as `torch.Tensor.share_memory_` does."""
+        self.qdata.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """Raises ValueError: DLPack describes one storage."""
+        raise ValueError(
+            f"{_WHERE}: a weight {tuple(self.shape)} that is frozen in MX has two storages, want a plain tensor for DLPack; use its "
+            "dequantize()"
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stored = ", transposed" if self.transposed else ""
         return f"MXWeight(shape={tuple(self.shape)}, dtype={self.orig_dtype}, device={self.device}{stored})"
