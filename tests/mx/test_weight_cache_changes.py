@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _sync_module_states
 
 from mxep import device
 from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
@@ -374,14 +375,33 @@ def test_asking_whether_a_stream_captures_initialises_no_cuda() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_collectives_into_mx_tensors_raise(frozen: bool) -> None:
+def test_sums_of_ranks_into_mx_tensors_raise(frozen: bool) -> None:
     """They wrote into a dequantised copy: nothing arrived, without an error."""
     values = torch.randn(64, 32)
     mx = MXWeight.of(values) if frozen else quantize_mx(values)
-    for collective in (lambda: dist.broadcast(mx, 0), lambda: dist.all_reduce(mx), lambda: dist.broadcast(mx.data, 0)):
-        with pytest.raises(ValueError, match=r"want its bytes; exchange both parts, as in torch.distributed.broadcast\(w.qdata"):
+    for collective in (lambda: dist.all_reduce(mx), lambda: dist.all_reduce(mx.data), lambda: dist.reduce(mx, 0)):
+        with pytest.raises(ValueError, match=r"want its bytes, or for a sum its dequantize\(\); exchange w.qdata.view"):
             collective()
-    dist.broadcast(mx.qdata.view(torch.uint8), 0)
+
+
+def broadcast_weights(rank: int, world: int) -> list[float]:
+    """Frozen weights of rank 0 by `broadcast`, in one of DDP's buckets with others, and in a bucket of its own."""
+    found = []
+    for bucket in (None, 1 << 20, 1):
+        layer = nn.Linear(32, 64)
+        layer.weight = nn.Parameter(MXWeight.of(torch.full((64, 32), rank + 1.0), keep_dgrad_form=True), requires_grad=False)
+        writes = layer.weight.kept.writes
+        if bucket is None:
+            dist.broadcast(layer.weight, 0)
+        else:
+            _sync_module_states(layer, dist.group.WORLD, bucket, 0, ())
+        assert layer.weight.kept.writes > writes, "what was made of the old bytes is not used again"
+        found += [layer.weight.dequantize().min().item(), layer.weight.dequantize().max().item()]
+    return found
+
+
+def test_every_rank_gets_the_frozen_weights_of_rank_0() -> None:
+    assert run_ranks(broadcast_weights, 2) == [[1.0] * 6] * 2
 
 
 def test_frozen_weights_are_shared_with_other_processes_and_not_by_dlpack() -> None:
@@ -390,8 +410,8 @@ def test_frozen_weights_are_shared_with_other_processes_and_not_by_dlpack() -> N
     layer.weight = nn.Parameter(MXWeight.of(torch.randn(32, 64)), requires_grad=False)
     before = layer.weight.dequantize()
     layer.share_memory()
-    assert layer.weight.qdata.is_shared()
-    assert layer.weight.scale.is_shared()
+    assert layer.weight.is_shared()
+    assert quantize_mx(torch.randn(4, 64)).share_memory_().is_shared()
     assert torch.equal(layer.weight.dequantize(), before)
-    with pytest.raises(ValueError, match="two storages, want a plain tensor for DLPack; use its dequantize"):
+    with pytest.raises(ValueError, match="two storages, want a plain tensor for DLPack; use their dequantize"):
         torch.from_dlpack(layer.weight)

@@ -367,7 +367,7 @@ def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Seq
         converted = convert_linears(model, names, recipe)
     else:
         chosen: dict[str, nn.Linear] = {}
-        for name, linear in model.named_modules():
+        for name, linear in model.named_modules(remove_duplicate=False):
             if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
                 continue
             if reason := why_linear_stays(name, linear, recipe):

@@ -8,7 +8,7 @@ tensor is an error, since the written values would be lost.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.serialization
@@ -119,6 +119,25 @@ class MXTensor(torch.Tensor):
         # Attributes are set here and not in __init__: torch 2.11's tracer reads them before __init__ has run.
         self.qdata, self.scale, self.orig_dtype = qdata, scale, orig_dtype
         return self
+
+    def _wrote(self) -> None:
+        """After a write into the bytes."""
+
+    def share_memory_(self) -> Self:
+        """Moves both parts into shared memory, as `torch.Tensor.share_memory_` does."""
+        self.qdata.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether both parts are in shared memory."""
+        return self.qdata.is_shared() and self.scale.is_shared()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """Raises ValueError: DLPack describes one storage."""
+        raise ValueError(
+            f"MXTensor: {tuple(self.shape)} values in MX have two storages, want a plain tensor for DLPack; use their dequantize()"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Reads no data: the compiler prints tensors that have none.
@@ -240,6 +259,8 @@ class MXTensor(torch.Tensor):
         if func is aten._to_copy.default and kwargs.get("device") is not None and kwargs.get("dtype") in (None, args[0].orig_dtype):
             mx, device, lazily = args[0], kwargs["device"], bool(kwargs.get("non_blocking"))
             return MXTensor(mx.qdata.to(device, non_blocking=lazily), mx.scale.to(device, non_blocking=lazily), mx.orig_dtype)
+        if func.namespace == "c10d" and func.__name__ == "broadcast_.default" and all(isinstance(mx, MXTensor) for mx in args[0]):
+            return _broadcast(func, args, kwargs)
         _reject_writes(func, args, kwargs)
         if func is aten._to_copy.default:
             reject_border(args[0], "dequantize")
@@ -303,13 +324,24 @@ def _reject_border(mx: MXTensor, where: str) -> None:
         )
 
 
+def _broadcast(func: Any, args: tuple, kwargs: dict) -> tuple[list[MXTensor], Any]:
+    """Of both parts; as DistributedDataParallel calls it for frozen weights that are larger than one of its buckets."""
+    tensors, *rest = args
+    _, work = func([mx.qdata.view(torch.uint8) for mx in tensors], *rest, **kwargs)
+    work.wait()
+    _, work = func([mx.scale.view(torch.uint8) for mx in tensors], *rest, **kwargs)
+    for mx in tensors:
+        mx._wrote()
+    return tensors, work
+
+
 def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
     if func.namespace == "c10d" and args and not func._schema.name.endswith("::send"):  # they write into the first without saying so
         for value in tree_leaves(args[0]):
             if isinstance(value, MXTensor):
                 raise ValueError(
-                    f"{func}: writes into an MX tensor of shape {tuple(value.shape)}, want its bytes; exchange both parts, as in "
-                    "torch.distributed.broadcast(w.qdata.view(torch.uint8), 0) and the same of w.scale"
+                    f"{func}: writes into an MX tensor of shape {tuple(value.shape)}, want its bytes, or for a sum its dequantize(); "
+                    "exchange w.qdata.view(torch.uint8) and w.scale.view(torch.uint8)"
                 )
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:

@@ -133,18 +133,9 @@ class MXWeight(MXTensor):
             "mxep.dequantize_base first, or load the model with mxep.integrations.transformers_quantizer.MXFP8Config"
         )
 
-    def share_memory_(self) -> MXWeight:
-        """Moves both parts into shared memory, as `torch.Tensor.share_memory_` does."""
-        self.qdata.share_memory_()
-        self.scale.share_memory_()
-        return self
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        """Raises ValueError: DLPack describes one storage."""
-        raise ValueError(
-            f"{_WHERE}: a weight {tuple(self.shape)} that is frozen in MX has two storages, want a plain tensor for DLPack; use its "
-            "dequantize()"
-        )
+    def _wrote(self) -> None:
+        if self.kept is not None:
+            self.kept.wrote()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stored = ", transposed" if self.transposed else ""
@@ -298,8 +289,7 @@ def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
         parts = _quantized(values if values.dtype == torch.bfloat16 else values.to(torch.float32), weight.transposed)
     for own, other in zip((weight.qdata, weight.scale), parts, strict=True):
         own.copy_(other)
-    if weight.kept is not None:
-        weight.kept.wrote()
+    weight._wrote()
     return weight
 
 

@@ -55,8 +55,9 @@ def _converted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     swap = _GroupedMMSwap(self._mxep_recipe)  # type: ignore[arg-type]
     with swap:
         out = type(self).forward(self, *args, **kwargs)
-    no_rows = any(isinstance(value, Tensor) and value.shape[:1] == (0,) for value in (*args, *kwargs.values()))
-    if swap.calls == 0 and swap.recipe.gemm == "mxfp8" and not no_rows:  # a forward may leave early without rows
+    if swap.calls == 0 and swap.recipe.gemm == "mxfp8":
+        if any(isinstance(value, Tensor) and not value.numel() for value in (*args, *kwargs.values())):
+            return out  # a forward may leave early without rows
         raise ValueError(
             f"convert_experts: the forward of {type(self).__name__} called neither torch._grouped_mm nor torch.nn.functional.grouped_mm "
             "with 2-D rows and stacked 3-D weights, so nothing of it runs in MXFP8; switch its grouped GEMM on, or leave it out of the "

@@ -52,7 +52,8 @@ class MXFP8ExpertParallel(ParallelStyle):
         self.recipe = None if recipe is None else resolve_recipe(recipe)
 
     def _recipe_of(self, module: nn.Module) -> Recipe:
-        return self.recipe or converted_recipe(module) or resolve_recipe(None)
+        own = (recipe for inner in module.modules() if (recipe := converted_recipe(inner)) is not None)  # also of what a wrapper holds
+        return self.recipe or next(own, None) or resolve_recipe(None)
 
     def _partition_fn(self, name: str, mod: nn.Module, device_mesh: DeviceMesh) -> None:
         shard_experts(mod, device_mesh)

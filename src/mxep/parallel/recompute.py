@@ -59,8 +59,9 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute, preserve_rng_
             norms, activations, permutations and the experts' products are what runs twice, and of the exchanges the E counts of rows
             that `mxep.moe.MoE` plans with; "keep_moe" keeps what each `mxep.moe.MoE` in a block saves and recomputes the rest of the
             block, all of it where it has none; "none" changes nothing.
-        preserve_rng_state: the second forward draws the same random numbers, so that dropout drops the same values.  False saves the
-            host's time for it, for blocks that draw none.
+        preserve_rng_state: the second forward draws the same random numbers, so that dropout drops the same values ("selective" keeps
+            attention's results and does not draw for them again: no dropout inside of attention there).  False saves the host's time for
+            it, for blocks that draw none; a CUDA graph that is captured needs it.
 
     Raises:
         ValueError: another mode.
@@ -113,7 +114,10 @@ def _kept_for_backward(forward: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _again_in_backward(forward: Callable, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+    def with_names(*values: Any) -> Any:  # torch finds the devices whose random numbers it preserves by positional tensors
+        return forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+    return checkpoint(with_names, *args, *kwargs.values(), use_reentrant=False, **options)
 
 
 def _of_copies(wrap: Callable[[Callable], Callable], module: nn.Module) -> Callable:
