@@ -148,13 +148,11 @@ def test_of_few_documents_the_longest_loses_its_end(share: float) -> None:
     assert train[1] + end == long
     assert end.startswith(b"a longer line")
     whole = sum(map(len, documents))
-    assert len(end) == pytest.approx(min(share * whole, len(long) / 2), rel=0.02, abs=20)
+    assert len(end) == pytest.approx(min(share * whole, 0.4 * len(long)), rel=0.02, abs=20)
 
 
 def test_a_line_that_ended_long_before_is_not_where_a_document_is_cut() -> None:
     documents = [b"x" * 495 + b"\n" + b"y" * 504, b"z" * 900, b"w" * 800]
-    (end,) = split_by_share(documents, 0.99 * min(map(document_share, documents)))(documents)[1]
-    assert len(end) <= 0.02 * sum(map(len, documents)) or len(end) <= 500
     train, (end,) = split_by_share(documents, 1e-3)(documents)
     assert len(end) == 3
     assert train[0] + end == documents[0]

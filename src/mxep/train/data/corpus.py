@@ -109,7 +109,7 @@ def split_by_share(documents: Iterable[bytes], held_out_share: float, divisible:
     if not divisible:
         raise ValueError("data: all conversations are the same one, want others to hold out; give more data, or --validation-data")
     alone, was_cut = smallest == largest, False
-    held_out = held_out_share if alone else min(held_out_share * total / max(longest, 1), 0.5)
+    held_out = held_out_share if alone else min(held_out_share * total / max(longest, 1), 0.4)
 
     def cut(batch: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
         """The documents, the longest one in two parts at its first copy, without other copies of it."""
