@@ -210,8 +210,14 @@ def test_tokens_that_only_transformers_knows_are_refused(change: str, tmp_path: 
         (folder / change).write_text(json.dumps({"<|more|>": FileTokenizer(folder).vocab_size}))
     else:
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", change: ["<|more|>"]}))
-    with pytest.raises(ValueError, match=r"chat: transformers adds 1 tokens to .*tokenizer.json, '<\|more\|>' as 4\d first, want all"):
+    with pytest.raises(ValueError, match=r"chat: transformers has tokens that are not in .*json, '<\|more\|>' as 4\d first \(1 in all\)"):
         ChatRows(FileTokenizer(folder))
+
+
+def test_a_padding_token_of_the_configuration_is_no_reason(tmp_path: Path) -> None:
+    folder = write_chat_tokenizer(tmp_path / "tokenizer")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "pad_token": "[PAD]"}))
+    assert ChatRows(FileTokenizer(folder)).fingerprint
 
 
 def stream_of(corpus: Corpus) -> list[int]:

@@ -62,12 +62,13 @@ class ChatTemplate:
         except Exception as error:  # of many kinds, for files that it does not read
             raise ValueError(f"chat: {folder} has no chat template that transformers reads: {type(error).__name__}: {error}") from error
         self.special_tokens: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
-        known = tokenizer.vocabulary()
-        if more := {name: token for name, token in self._tokenizer.get_added_vocab().items() if known.get(name) != token}:
+        known, padding = tokenizer.vocabulary(), self._tokenizer.pad_token  # which no text holds
+        added = self._tokenizer.get_added_vocab().items()
+        if more := {name: token for name, token in added if known.get(name) != token and name != padding}:
             name, token = next(iter(more.items()))
             raise ValueError(
-                f"chat: transformers adds {len(more)} tokens to {tokenizer.file}, {name!r} as {token} first, want all tokens in that file; "
-                "save the tokenizer by transformers' save_pretrained, which writes them there"
+                f"chat: transformers has tokens that are not in {tokenizer.file}, {name!r} as {token} first ({len(more)} in all), want all "
+                "tokens in that file; save the tokenizer by transformers' save_pretrained, which writes them there"
             )
 
     def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = False, **values: Any) -> str:
