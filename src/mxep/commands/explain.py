@@ -27,9 +27,8 @@ _BF16_FLOPS, _FP8_FLOPS, _BANDWIDTH = 700e12, 1250e12, 4.2e12
 _QUANTIZED_BYTES = _BF16 + 2  # of a weight's value: read once, written for forward and for dgrad
 _MIB, _GIB = 2**20, 2**30
 _GIB_A_GB = 0.99  # that torch sees for each GB in the name of a GPU: 79.2 of an H100 with 80 GB, 139.8 of an H200 with 141
-
-
-_LAYERS = ("fused_layer", "keep_first_product", "cache_weights", "compile", "accumulate", "optimizer_in_backward")  # of `stage_peak`
+# Options of `stage_peak`.
+_LAYERS = ("fused_layer", "keep_first_product", "cache_weights", "compile", "accumulate", "optimizer_in_backward")
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class RuntimeEPConfig:
             `cpu_sync_on_runtime`) the balanced share, tokens of all ranks x C / W, and its usual deviation (less of it with
             `keep_first_product="mxfp8"`), instead of the worst case.
         cpu_sync_on_runtime: over symmetric memory, the host waits once per forward for the number of received rows, so that saved tensors
-            have their size and there is one chunk.  The collective transport always waits where there is more than one rank.  It
-            pays where routing is uneven, since backward then makes gate and up of no chunk again.
+            have their size and there is one chunk.  The collective transport always waits where there is more than one rank.  The
+            wait pays where routing is uneven: with one chunk, backward recomputes no gate and up.
         keep_dgrad_weights: on GPUs with FP8 GEMM paths, forward quantises each weight for its own product and for dgrad in one pass, and
             keeps the latter, one byte a weight, for backward.  False quantises the weights again in backward, which costs 0.5 ms more for
             600 million weights of one layer on an H100.  Without effect on weights that a `WeightCache` keeps.

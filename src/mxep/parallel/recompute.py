@@ -61,7 +61,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute, preserve_rng_
             block, all of it where it has none; "none" changes nothing.
         preserve_rng_state: the second forward draws the same random numbers, so that dropout drops the same values ("selective" keeps
             attention's results and does not draw for them again: no dropout inside of attention there).  False saves the host's time for
-            it, for blocks that draw none; a CUDA graph that is captured needs it.
+            it, for blocks that draw none.  A CUDA graph can be captured with False alone.
 
     Raises:
         ValueError: another mode.

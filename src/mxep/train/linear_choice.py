@@ -62,7 +62,7 @@ def describe_linears(model: nn.Module, config: TrainConfig) -> list[str]:
     """
     recipe = linear_recipe(config)
     if recipe is None:
-        named = config.converts(LINEARS) and (config.linear_fqns not in ("", AUTO, None) or config.linear_skip)
+        named = config.linear_fqns not in ("", AUTO, None) or config.linear_skip
         return ["dense linear layers in high precision: --linear-fqns and --linear-skip change nothing"] if named else []
     converted = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
     routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))

@@ -121,7 +121,7 @@ def split_by_share(documents: Iterable[bytes], held_out_share: float, divisible:
             elif not was_cut:
                 was_cut = True
                 end = min(int(len(text) * (1 - held_out)), len(text) - 1)
-                # At the end of a line, if one is near: at most twice as much is held out, of one of several no more than half.
+                # At the end of a line, if one is near: at most twice as much is held out, and at most half of the longest of several.
                 end = text.rfind(b"\n", max(end // 2, 2 * end - len(text), 0 if alone else len(text) // 2), end) + 1 or end
                 while text[end] & 0xC0 == 0x80:  # inside of a character
                     end -= 1
