@@ -7,25 +7,27 @@ from typing import NamedTuple
 
 import torch
 
-from mxep.device import chip_of
+from mxep.device import chip_of, multiprocessors
 from mxep.ops.routing.index_reference import check_index_expert_rows, check_index_topk
 from mxep.ops.runtime.nvrtc import Kernel
+from mxep.shapes import cdiv
 
 FILES = ("runtime/hopper.cuh", "routing/expert_rows.cu")
-_THREADS, _ITEMS = 512, 8  # top-k ids of a thread
+_THREADS = 512
+_ITEMS, _FEW_ITEMS = 8, 2  # top-k ids of a thread; so few where more would leave multiprocessors idle
 _MOST_EXPERTS = 2048  # whose counts, one for each warp of a block, fit into shared memory
 _INT_BYTES = 4
 
 
-def options_of(long: bool, scored: bool) -> dict[str, bool | int]:
+def options_of(items: int, long: bool, scored: bool) -> dict[str, bool | int]:
     """The constants in front of expert_rows.cu; long: int64 experts, else int32; scored: for `index_topk`."""
-    return {"ITEMS": _ITEMS, "THREADS": _THREADS, "LONG": long, "SCORES": scored}
+    return {"ITEMS": items, "THREADS": _THREADS, "LONG": long, "SCORES": scored}
 
 
 @functools.cache
-def _kernel(device: int, entry: str, long: bool, scored: bool, num_local_experts: int) -> Kernel:
+def _kernel(device: int, entry: str, items: int, long: bool, scored: bool, num_local_experts: int) -> Kernel:
     shared = 0 if entry == "expert_rows_scan" else _THREADS // 32 * num_local_experts * _INT_BYTES
-    return Kernel(entry, FILES, options_of(long, scored), _THREADS, shared, chip=chip_of(device))
+    return Kernel(entry, FILES, options_of(items, long, scored), _THREADS, shared, chip=chip_of(device))
 
 
 class _Scored(NamedTuple):
@@ -47,8 +49,9 @@ def _index(
     if num_local_experts > _MOST_EXPERTS:
         raise ValueError(f"index_expert_rows: {num_local_experts} experts on one GPU, want at most {_MOST_EXPERTS}; use more ranks")
     device, count, num_expert_rows = experts.device.index, experts.numel(), topk_ids.shape[0]
-    kind = experts.dtype == torch.int64, scored.scores is not None
-    tiles = max(1, -(-count // (_THREADS * _ITEMS)))
+    items = _ITEMS if count > _THREADS * _ITEMS * multiprocessors(device) else _FEW_ITEMS
+    kind = items, experts.dtype == torch.int64, scored.scores is not None
+    tiles = max(1, cdiv(count, _THREADS * items))
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=experts.device)

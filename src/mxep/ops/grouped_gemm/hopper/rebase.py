@@ -33,7 +33,8 @@ ROWS_FILES = (*_HEADERS, "grouped_gemm/hopper/wide_rows.cuh", "grouped_gemm/hopp
 _PARTS_OF_FOUR_WARPS = (9, 10, 13, 14)
 LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
 _PLAN_THREADS, _MAXIMA_THREADS = 1024, 128
-_MOST_PLANNERS = 128  # blocks of token_plan
+_MOST_PLANNERS = 256  # blocks of token_plan
+_SLAB_BYTES = 2**23  # of rows that several tokens read, so that L2 holds them; H200, 2026-11: docs/log.md
 _KEPT = 1024  # packed arguments, by address
 _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
 _PART_BYTES = 256  # parts of an allocation start at multiples of it
@@ -144,6 +145,7 @@ class _Operand(ctypes.Structure):  # struct Operand of rebase_tokens.cu
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "s", "row_map", "table", "moved", "out", "scale")),
         *((name, ctypes.c_longlong) for name in ("q_row", "s_row")),
+        ("slab", ctypes.c_int),
     ]
 
 
@@ -172,13 +174,14 @@ class TokenRows(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """One operand's rows by address; row_map 0: none."""
+    """One operand's rows by address; row_map 0: none; slab as in rebase_tokens.cu."""
 
     q: int
     q_row: int
     s: int
     s_row: int
     row_map: int
+    slab: int
 
 
 def tokens_options(file: str, a: TokenRows, g: TokenRows, walk: bool = False) -> dict[str, bool | int]:
@@ -203,16 +206,15 @@ def _token_kernels(a: TokenRows, g: TokenRows, walk: bool) -> tuple[Kernel, Kern
 
 @functools.lru_cache(maxsize=_KEPT)
 def _token_arguments(
-    K: int, N: int, M: int, G: int, offs: int, source_a: tuple[int, ...], source_g: tuple[int, ...], a: int, a_scale: int, grad: int,
+    K: int, N: int, M: int, G: int, offs: int, from_a: _Source, from_g: _Source, a: int, a_scale: int, grad: int,
     grad_scale: int, scratch: int,
 ) -> tuple[Arguments, Arguments, Arguments]:  # fmt: skip
-    """Of token_plan, token_maxima and rebase_tokens, by address; sources as in `_Source`."""
-    from_a, from_g = _Source(*source_a), _Source(*source_g)
+    """Of token_plan, token_maxima and rebase_tokens, by address."""
     parts = _scratch_parts(K, N, M, G)
     tiles, max_a, max_g, moved_a, moved_g, g_gives, ends, order = (scratch + 4 * start for start in parts[:-1])
     num_tiles = M // BLOCK_128 + G
-    to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, moved_a, a, a_scale, from_a.q_row, from_a.s_row)
-    to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, moved_g, grad, grad_scale, from_g.q_row, from_g.s_row)
+    to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, moved_a, a, a_scale, from_a.q_row, from_a.s_row, from_a.slab)
+    to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, moved_g, grad, grad_scale, from_g.q_row, from_g.s_row, from_g.slab)
     scales = from_a.s, from_a.s_row, from_a.row_map, from_g.s, from_g.s_row, from_g.row_map
     looked_at = (_Scales(x.s, x.row_map, x.s_row, width // MX_BLOCK) for x, width in ((from_a, K), (from_g, N)))
     return (
@@ -232,6 +234,7 @@ class TokenPlan(NamedTuple):
     """
 
     shape: tuple[int, int, int, int]  # K, N, M, G
+    walk: bool
     find_maxima: Kernel
     move: Kernel
     planners: int
@@ -261,17 +264,27 @@ def token_plan(M: int, K: int, N: int, G: int, words_a: bool, words_g: bool, map
     movers = -(-num_tiles // _TEAMS) * (-(-K // BLOCK_128) + -(-N // BLOCK_128))
     movers = min(movers, tiles.LOOP_PROGRAMS) if walk else movers
     parts = grad, a, grad_scale, a_scale, scratch, ends, order, words
-    return TokenPlan((K, N, M, G), find_maxima, move, planners, num_tiles, movers, num_tokens, *parts)
+    return TokenPlan((K, N, M, G), walk, find_maxima, move, planners, num_tiles, movers, num_tokens, *parts)
 
 
 _Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # qdata, scale, row map
 
 
+def _source(rows: _Rows, walk: bool) -> _Source:
+    """Slabs of all columns unless several tokens read a row."""
+    (qdata, scale, row_map), map_address = rows, 0
+    num_rows, width = qdata.shape
+    slab = all_columns = -(-width // BLOCK_128)
+    if row_map is not None:
+        map_address = row_map.data_ptr()
+        if not walk and row_map.shape[0] >= 2 * num_rows:
+            slab = min(max(_SLAB_BYTES // (BLOCK_128 * max(num_rows, 1)), 1), all_columns)
+    return _Source(qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), map_address, slab)
+
+
 def launch_tokens(plan: TokenPlan, memory: int, grad: _Rows, a: _Rows, offs: torch.Tensor) -> None:
     """`rebase_tokens` of operands that the kernels take as they are, into `plan.end` bytes of memory at that address."""
-    (qg, sg, g_map), (qa, sa, a_map), device = grad, a, offs.device.index
-    from_a = qa.data_ptr(), qa.stride(0), sa.data_ptr(), sa.stride(0), 0 if a_map is None else a_map.data_ptr()
-    from_g = qg.data_ptr(), qg.stride(0), sg.data_ptr(), sg.stride(0), 0 if g_map is None else g_map.data_ptr()
+    device, from_a, from_g = offs.device.index, _source(a, plan.walk), _source(grad, plan.walk)
     outs = memory + plan.a, memory + plan.a_scale, memory + plan.grad, memory + plan.grad_scale, memory + plan.scratch
     tables, scales, moves = _token_arguments(*plan.shape, offs.data_ptr(), from_a, from_g, *outs)
     _PLAN.run(device, plan.planners, tables)

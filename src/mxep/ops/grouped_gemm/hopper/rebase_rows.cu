@@ -95,7 +95,11 @@ __device__ __forceinline__ void rebase(BlockScaleBytes& staged, int row_0, const
       target = !w || block_top <= base && block_low >= base - NEAR ? base : block_top;
       if (lane % 8 == 0 && 32 * i + lane < PIECES) staged[4 * i + lane / 8][warp] = target - base + 127;
     }
-    if (exists && 32 * i + lane < PIECES) *(uint4*)(to + 512 * i) = rebased(bytes, target - own, own);
+    if (exists && 32 * i + lane < PIECES) {
+      const uint4 result = rebased(bytes, target - own, own);
+      if (MAP) __stcs((uint4*)(to + 512 * i), result);   // L2 keeps rows that are read again
+      else *(uint4*)(to + 512 * i) = result;
+    }
   }
   if (exists && lane == 0) {
     scale[row] = wide ? -power_of_two(base) : power_of_two(top);

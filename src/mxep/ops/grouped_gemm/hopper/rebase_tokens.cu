@@ -7,11 +7,12 @@
 //   rebase    6 instructions a word
 //   4x4       8 PRMT turn 4 words "4 columns of one token" into 4 words "4 tokens of one column"
 //   exchange  through shared memory; the XOR keeps stores (4 bytes) and loads (16 bytes) free of bank conflicts
-//   store     16 lanes write 256 bytes of one output row
+//   store     16 lanes write 256 bytes of one output row, streamed, so that L2 keeps rows which are read again
+// Rows that several tokens read are walked slab by slab of columns, so small that L2 holds a slab of all of them.
 
 // Constants that the launcher puts in front.
 // WIDTH_A, WIDTH_G: columns, a multiple of 32. MAP_A, MAP_G: token t is row row_map[t], -1 a row of zeros.  WALK: few blocks of threads
-// take all tiles, up to the last that has tokens.
+// take all tiles, up to the last that has tokens; a slab then has all columns.
 
 constexpr int TEAMS = 2, BAND = 4;                       // BAND: pairs of token tiles walked together
 constexpr int LEAST = 128;                               // of a group's exponent: its scale stays a normal float32
@@ -23,6 +24,7 @@ struct Operand {
   u8* out;
   float* scale;                                          // (groups, width)
   long long q_row, s_row;
+  int slab;                                              // columns of a slab, in units of 128
 };
 struct Plan {
   const int4* tiles;                                     // {first row, rows, group, first tile of its group}; rows < 0: none
@@ -40,9 +42,11 @@ __device__ __forceinline__ void transpose4x4(u32 (&w)[4]) {
 template <int WIDTH, bool MAP>
 __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&memory)[128 * 8 * TEAMS], u32 b) {
   constexpr u32 COLUMNS = (WIDTH + 127) / 128, BLOCKS = WIDTH / 32;
-  const u32 pairs = (p.tile_count + TEAMS - 1) / TEAMS, band = b / (BAND * COLUMNS), in_band = b % (BAND * COLUMNS);
+  const u32 pairs = (p.tile_count + TEAMS - 1) / TEAMS, slab_0 = b / (pairs * o.slab) * o.slab;
+  const u32 in_slab = b - pairs * slab_0, columns = min(o.slab, COLUMNS - slab_0);
+  const u32 band = in_slab / (BAND * columns), in_band = in_slab % (BAND * columns);
   const u32 height = min((u32)BAND, pairs - band * BAND), tile_0 = (band * BAND + in_band % height) * TEAMS;
-  const u32 column_0 = in_band / height * 128;
+  const u32 column_0 = (slab_0 + in_band / height) * 128;
   const u32 team = threadIdx.x / 256, tid = threadIdx.x % 256, lane = tid % 32, part = lane % 8, quad = tid / 32 * 4 + lane / 8;
   const u32 column = column_0 + part * 16, tile = tile_0 + team;
   if (__ldg(p.tiles + tile_0).y < 0) return;             // tiles of no group are the last ones
@@ -81,7 +85,7 @@ __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&me
   for (int i = 0; i < 4; ++i) {
     const u32 x = i * (256 * TEAMS) + threadIdx.x, c = x / (8 * TEAMS), m = x % (8 * TEAMS);
     if (tile_0 + m / 8 < p.tile_count && (WIDTH % 128 == 0 || column_0 + c < WIDTH))
-      *(uint4*)(o.out + (column_0 + c) * p.out_row + (long long)tile_0 * 128 + m * 16) = memory[c * 8 * TEAMS + (m ^ (c / 16 % 8))];
+      __stcs((uint4*)(o.out + (column_0 + c) * p.out_row + (long long)tile_0 * 128 + m * 16), memory[c * 8 * TEAMS + (m ^ (c / 16 % 8))]);
   }
 }
 
