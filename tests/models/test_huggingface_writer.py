@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
 from mxep.models.huggingface_files import INDEX, SINGLE, PublishedFiles, load_published
-from mxep.models.huggingface_writer import convert_published, in_mxfp8, save_published
+from mxep.models.huggingface_writer import WeightFiles, convert_published, in_mxfp8, save_published
 from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, Yarn
 from mxep.mx import quantize_mx
 from mxep.recipe import resolve_recipe
@@ -150,6 +150,11 @@ def test_invalid_folders_are_not_written(tmp_path: Path) -> None:
     model.state_dict()["layers.1.moe.experts.w2"][3, 5, 7] = torch.nan
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.3\.down_proj\.weight has values that are no finite numbers"):
         save_published(config, model.state_dict().items(), tmp_path / "out", mxfp8=True)
+    mx = quantize_mx(torch.randn(4, 64))
+    mx.qdata.view(torch.uint8)[3, 5] = 0xFF
+    (tmp_path / "one").mkdir()
+    with pytest.raises(ValueError, match="frozen has values that are no finite numbers"):
+        WeightFiles(tmp_path / "one").add("frozen", mx)
     write(config, tmp_path / "mx")
     with pytest.raises(ValueError, match="exists already"):
         convert_published(tmp_path / "mx", tmp_path / "mx_plain")

@@ -56,18 +56,27 @@ def test_bad_lines_are_skipped_and_counted(damaged: Path) -> None:
     assert summarize({"a": records, "b": records})["ratios"] == {"tokens_per_s": 1.0, "loss": 1.0}
 
 
-@pytest.mark.parametrize("start_step", [0, 2])
-def test_bad_lines_stay_when_a_run_resumes(damaged: Path, start_step: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_lines_stay_when_a_run_resumes(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Byte for byte, and the next line is not joined with a cut one."""
-    with MetricsLog(damaged.parent, steps=4, start_step=start_step) as log:
-        log.write("step", step=start_step + 1, loss=0.5)
+    with MetricsLog(damaged.parent, steps=4, start_step=2) as log:
+        log.write("step", step=3, loss=0.5)
         assert log.plot() is not None
-    lines = damaged.read_bytes().split(b"\n")
-    kept = [b'{"kind": "run", "step": 0}', step(1)] if start_step else []
-    after = [step(2)] if start_step else []
-    written = json.dumps({"kind": "step", "step": start_step + 1, "loss": 0.5}).encode()
-    assert lines == [*kept, *BAD, *after, b'{"kind": "held_o', written, b""]
+    written = json.dumps({"kind": "step", "step": 3, "loss": 0.5}).encode()
+    kept = [b'{"kind": "run", "step": 0}', step(1), *BAD, step(2), b'{"kind": "held_o']
+    assert damaged.read_bytes().split(b"\n") == [*kept, written, b""]
     assert capsys.readouterr().out.count("lines hold no record and are passed over") == 1
+
+
+def test_lines_of_a_run_that_is_not_resumed_are_moved(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [damaged.read_bytes()]
+    for number in ("", ".2"):
+        with MetricsLog(damaged.parent, steps=4) as log:
+            log.write("step", step=1, loss=0.5)
+        moved = damaged.parent / "set_aside" / f"metrics.jsonl{number}"
+        assert moved.read_bytes() == before.pop()
+        before.append(damaged.read_bytes())
+        assert read_metrics(damaged) == [{"kind": "step", "step": 1, "loss": 0.5}]
+        assert str(moved) in capsys.readouterr().out.replace("\n", "")
 
 
 def test_a_table_of_a_damaged_record_has_the_other_steps(tmp_path: Path) -> None:

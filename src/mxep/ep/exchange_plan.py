@@ -43,7 +43,7 @@ class ExchangePlan:
 
         Args:
             counts: (E,) int32 or int64, rows of this rank for every expert.
-            group: EP group; None, or one of a single rank, keeps everything here.
+            group: EP group.  None is this rank alone, not torch's default group; it keeps everything here, as a group of one rank does.
 
         Raises:
             ValueError: counts of another shape or dtype, in checking mode also below 0; E is not divisible by the group's size.

@@ -50,6 +50,11 @@ Region = tuple[Any, ...]  # slices; an index where a dimension is dropped
 Device = str | torch.device
 
 
+def holds_nan(value: MXTensor) -> bool:
+    """Whether a block or a value of it is NaN; a host sync on a GPU."""
+    return bool((value.scale.view(torch.uint8) == E8M0_NAN).any() | ((value.qdata.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any())
+
+
 class PublishedFiles:
     """The tensors of a folder by name. Values and scales of a quantised tensor are one tensor here.
 
@@ -216,8 +221,7 @@ class PublishedFiles:
         value = self._stored(name, region, device)
         if not isinstance(value, MXTensor):
             value = quantize_mx(value if value.dtype in (torch.bfloat16, torch.float32) else value.float())
-        nan = (value.scale.view(torch.uint8) == E8M0_NAN).any() | ((value.qdata.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any()
-        self._check_finite(name, not nan)
+        self._check_finite(name, not holds_nan(value))
         return MXTensor.from_qdata_and_scales(value.qdata, value.scale, dtype)
 
     def _check_finite(self, name: str, finite: bool) -> None:

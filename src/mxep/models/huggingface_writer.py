@@ -31,11 +31,10 @@ from mxep.models.huggingface import (
     published_names,
     read_published_config,
 )
-from mxep.models.huggingface_files import INDEX, SINGLE, PublishedFiles, check_names
+from mxep.models.huggingface_files import INDEX, SINGLE, PublishedFiles, check_names, holds_nan
 from mxep.models.huggingface_shape import read_shape
 from mxep.models.presets import ModelConfig
 from mxep.mx import MXTensor, quantize_mx
-from mxep.ops.quantize.reference import E8M0_NAN
 from mxep.shapes import MX_BLOCK
 
 GENERATION_JSON = "generation_config.json"
@@ -100,10 +99,9 @@ class WeightFiles:
         """
         parts = {name: tensor}
         if isinstance(tensor, MXTensor):
-            scale = tensor.scale.view(torch.uint8)
-            if (scale == E8M0_NAN).any():
+            if holds_nan(tensor):
                 raise ValueError(f"{name} has values that are no finite numbers, which MXFP8 files do not hold; take an earlier checkpoint")
-            parts = {name + MXFP8.values: tensor.qdata, name + MXFP8.scales: scale}
+            parts = {name + MXFP8.values: tensor.qdata, name + MXFP8.scales: tensor.scale.view(torch.uint8)}
         elif tensor.ndim == 2 and name.endswith(".weight"):
             self.plain.append(name.removesuffix(".weight"))
         for other, part in parts.items():

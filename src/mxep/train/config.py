@@ -91,7 +91,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto uses GPUs if there are any."""
     nproc: int | None = None
-    """Ranks to start; default: as many as the degrees need, else all GPUs, or 2 on a CPU. torchrun's ranks are used under torchrun."""
+    """Ranks to start; default: all GPUs, or 2 on a CPU; with --dp-shard as many as the degrees need. torchrun's are used under torchrun."""
     seed: Annotated[int, _also("debug.seed")] = 0
     """Seed of the initialization and of the data order."""
     # model

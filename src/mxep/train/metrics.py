@@ -22,6 +22,7 @@ from mxep.device import total_memory
 from mxep.extras import install_command
 from mxep.train.durable_files import append, replace_file
 from mxep.train.output import Output, console
+from mxep.train.run_folder import set_aside
 from mxep.train.step import SkippedStep
 
 if TYPE_CHECKING:
@@ -138,8 +139,10 @@ class MetricsLog:
         self._evaluated: set[int] = set()  # steps whose evaluation is in the file already
         if enabled:
             path = out / METRICS_FILE
+            if not start_step and path.exists() and path.stat().st_size:
+                self.say(f"metrics: {path} is of a run from which this one does not resume; it was moved to {set_aside(path)}")
             read = _read_lines(path, self.say)
-            kept = [(line, record) for line, record in read if record is None or (start_step and record.get("step", 0) <= start_step)]
+            kept = [(line, record) for line, record in read if record is None or record.get("step", 0) <= start_step]
             self._evaluated = {record["step"] for _, record in kept if record is not None and record["kind"] == "held_out"}
             replace_file(path, b"".join(line + b"\n" for line, _ in kept))
         self._lost: list[str] = []  # failures that are not in the JSONL yet

@@ -77,6 +77,17 @@ def remove_unpublished(folder: Path) -> None:
         discard(path)
 
 
+def set_aside(path: Path) -> Path:
+    """Move a file or folder to set_aside/ beside it, under a name that is free there; returns where it is now."""
+    number, target = 1, path.parent / SET_ASIDE / path.name
+    target.parent.mkdir(exist_ok=True)
+    while target.exists():
+        number += 1
+        target = target.with_name(f"{path.name}.{number}")
+    os.replace(path, target)
+    return target
+
+
 def set_aside_newer(folder: Path, step: int) -> list[str]:
     """Move checkpoints of `folder` that are newer than `step` to <folder>/set_aside; returns a line for each.
 
@@ -85,13 +96,7 @@ def set_aside_newer(folder: Path, step: int) -> list[str]:
     lines = []
     for path in list_checkpoints(folder):
         if step_of(path) > step:
-            (folder / SET_ASIDE).mkdir(exist_ok=True)
-            number, target = 1, folder / SET_ASIDE / path.name
-            while target.exists():
-                number += 1
-                target = target.with_name(f"{path.name}.{number}")
-            os.replace(path, target)
-            lines.append(f"{path} is newer than step {step}, from which the run resumes; it was moved to {target}")
+            lines.append(f"{path} is newer than step {step}, from which the run resumes; it was moved to {set_aside(path)}")
     return lines
 
 
