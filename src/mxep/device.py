@@ -17,9 +17,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
 class GemmPath(NamedTuple):
@@ -122,6 +124,12 @@ def _first_number(path: Path, key: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def _constant_in_graphs(function: _F) -> _F:
+    """`torch.compiler.assume_constant_result` without its import of torch._dynamo, for which a launcher of ranks would wait 3 seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def compute_capability(index: int | None) -> tuple[int, int]:
     """(major, minor) of a CUDA device; None is the current one."""
     return torch.cuda.get_device_capability() if index is None else _compute_capability(index)
@@ -133,7 +141,7 @@ def chip_of(index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 @functools.cache
 def _compute_capability(index: int) -> tuple[int, int]:
     """Asked once: torch's answer costs the host as much as a launch."""
@@ -185,7 +193,7 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-@torch.compiler.assume_constant_result  # dynamo asks once and does not look inside
+@_constant_in_graphs
 def compiler_problem() -> str | None:
     """Why this machine cannot compile CUDA C++ at run time, None when it can."""
     try:
