@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -130,3 +131,15 @@ def test_new_memory_is_poisoned() -> None:
     made = torch.empty(3), like.new_empty(3), like.new_empty((2, 2), dtype=torch.float8_e4m3fn), like.new_empty(0)
     assert all(value.float().isnan().all() for value in made)
     assert like.new_empty(1, dtype=torch.int32).view(torch.uint8).tolist() == [0xA5] * 4
+
+
+def test_a_launcher_of_ranks_does_not_import_dynamo() -> None:
+    code = "import sys, mxep.device, mxep.train.rank_launcher; print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_what_a_graph_takes_as_constant() -> None:
+    """The mark is torch's own."""
+    marked = torch.compiler.assume_constant_result(lambda: None)
+    for function in (device.compiler_problem, device._compute_capability):
+        assert vars(marked).items() <= vars(function).items()
