@@ -77,7 +77,10 @@ def test_forms_of_swiglu(wrong: Any) -> None:
 
 
 def test_values_that_are_accepted() -> None:
-    assert replace(WHOLE, route_scale=2, num_shared_experts=np.int64(1), z_loss=np.float32(0.5)).route_scale == 2
+    taken = replace(WHOLE, route_scale=2, num_shared_experts=np.int64(1), z_loss=np.float32(0.5))
+    assert taken.route_scale == 2
+    assert type(taken.num_shared_experts) is int
+    assert RuntimeEPConfig(scratch_rows=np.int64(32)).number == RuntimeEPConfig(scratch_rows=32).number  # type: ignore[arg-type]
 
     @dataclass
     class Options:

@@ -399,6 +399,13 @@ def test_every_operator_is_checked() -> None:
     assert set(CALLS) == set(OVERLOADS)
 
 
+def test_a_tensor_on_the_meta_device_among_others_is_refused() -> None:
+    """torch calls the fake for it, whose result has no values."""
+    rows, ends = torch.randn(4, 64), torch.tensor([4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="mxep::add_group_bias: rows on cpu, bias on meta, offs on cpu, want one device"):
+        torch.ops.mxep.add_group_bias(rows, torch.randn(1, 64, device="meta"), ends)
+
+
 def operator_and_calls(name: str) -> tuple[Any, list[tuple[tuple, dict]]]:
     """The overload, and (arguments, options) of each of its calls."""
     packet, _, overload = name.partition(".")

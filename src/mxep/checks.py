@@ -35,6 +35,8 @@ def check_count(where: str, name: str, value: object, least: Literal[0, 1] = 1) 
 def check_rows(where: str, rows: torch.Tensor, quantised: bool) -> None:
     """Raise ValueError unless `rows` is (rows, width) bf16 or float32, and with `quantised` of a width in whole MX blocks."""
     check_tensors(where, input=rows)
+    if rows is None:
+        raise ValueError(f"{where}: input is None, want rows, a torch.Tensor")
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width); flatten the leading dimensions")
     if rows.dtype not in (torch.bfloat16, torch.float32):

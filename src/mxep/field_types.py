@@ -18,7 +18,8 @@ def check_field_types(options: Any, where: str | None = None) -> None:
     """Raise ValueError unless every field of a dataclass is of its annotated type, and every number is finite.
 
     A float field takes integers, and neither a float nor an int field takes a bool. A value of a Literal must have the same type (1 is not
-    True). Items of containers are not checked. `where` begins the error message; None means the class's name.
+    True). Items of containers are not checked. Whole numbers of other types than int (NumPy's) become int, since code asks for that.
+    `where` begins the error message; None means the class's name.
 
     >>> from dataclasses import dataclass
     >>> @dataclass
@@ -32,6 +33,8 @@ def check_field_types(options: Any, where: str | None = None) -> None:
     for name, fits, want in _wanted(type(options)):  # type: ignore[arg-type]
         if not fits(value := getattr(options, name)):
             raise ValueError(f"{where or type(options).__name__}: {name}={value!r}, want {want}")
+        if isinstance(value, Integral) and not isinstance(value, int):
+            object.__setattr__(options, name, int(value))
 
 
 @functools.cache

@@ -250,13 +250,23 @@ def _form(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Call
 
 
 def _fake(name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
-    """The fake form of an operator: what `mxep.ops.fakes` says of its arguments, None where it only writes to them."""
-    if not schema.returns:
-        return lambda *args, **kwargs: None
+    """The fake form of an operator: what `mxep.ops.fakes` says of its arguments, None where it only writes to them.
+
+    torch calls it for real tensors too where one of them is on the meta device, and its result would be uninitialised memory: a ValueError.
+    """
     names = [argument.name for argument in schema.arguments]
     defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
     shapes = _deferred("mxep.ops.fakes", name)
-    return lambda *args, **kwargs: shapes(SimpleNamespace(**{**defaults, **dict(zip(names, args, strict=False)), **kwargs}))
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        on = {argument: value.device for argument, value in given.items() if isinstance(value, torch.Tensor)}
+        if len({device.type for device in on.values()}) > 1 and "meta" in {device.type for device in on.values()}:
+            where = ", ".join(f"{argument} on {device}" for argument, device in on.items())
+            raise ValueError(f"mxep::{name}: {where}, want one device; load or initialise what is on meta")
+        return shapes(SimpleNamespace(**{**defaults, **given})) if schema.returns else None
+
+    return fake
 
 
 _library = torch.library.Library("mxep", "DEF")

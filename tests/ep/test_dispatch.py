@@ -156,6 +156,10 @@ def bad_input_rank(rank: int, world: int) -> None:
         dispatch(x, [4, 4], [4, 4], "nobody")
     with raises_naming("dispatch", "group is int", "ProcessGroup", "WORLD"):
         dispatch(x, [4, 4], [4, 4], 3)
+    with raises_naming("dispatch", "both group_name and group"):
+        dispatch(x, [4, 4], [4, 4], dist.group.WORLD, group="nobody")
+    with raises_naming("dispatch", "input is None"):
+        dispatch(None, [4, 4], [4, 4])
 
 
 def test_bad_input() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.truth import KINDS, Saved, assert_same, assert_same_mx, make_case, permutation, pick, raises_naming, raw, seeded
 
 from mxep import MXTensor, generate_permute_indices, permute_and_pad, permute_mxfp8_fwd_hp_bwd, quantize_mx, reference
+from mxep.mx import MXWeight
 from mxep.shapes import record_bytes, round_up
 
 pytestmark = pytest.mark.usefixtures("every_device")
@@ -191,6 +192,8 @@ def test_bad_input() -> None:
     assert permute_and_pad(torch.randn(41, WIDTH), counts_2x2(), 2, 2, 8)[3].tolist() == [8, 40]  # plain rows need no MX block
     with raises_naming("permute", "(41,)", "(rows, width)"):
         permute_and_pad(torch.randn(41), counts_2x2(), 2, 2, 32)
+    with raises_naming("permute", f"MXWeight (41, {WIDTH})", "(rows, width)"):
+        permute_mxfp8_fwd_hp_bwd(MXWeight.of(torch.randn(41, WIDTH)), counts_2x2(), 2, 2)
 
 
 def test_counts_that_do_not_fit_the_rows() -> None:

@@ -210,7 +210,7 @@ def test_projection_gives_logits_or_their_loss() -> None:
         ({"labels": torch.zeros(3, dtype=torch.int32)}, "want two equal ones and int64"),
         ({"hidden": torch.zeros(3, 4).half(), "weight": torch.zeros(5, 4).half()}, "want two equal ones and int64; of bfloat16"),
         ({"labels": torch.zeros(3, dtype=torch.int64, device="meta")}, "labels on meta, want one device"),
-        ({"chunk_tokens": 0}, "chunk_tokens=0, want 1 or more"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0, want a positive whole number"),
     ],
 )
 def test_refused(change: dict, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +265,34 @@ def test_a_layer_that_was_made_without_memory_starts_with_no_load(kind: type[MoE
     torch.testing.assert_close(other(x), moe(x), rtol=1e-4, atol=1e-5)
     other.to(torch.bfloat16)
     assert other.tokens_per_expert.sum() == 40 * 3
+
+
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_a_layer_that_takes_the_tensors_of_a_state_dict_counts_its_load(kind: type[MoE]) -> None:
+    with torch.device("meta"):
+        layer = kind(config(), "hp")
+    layer.load_state_dict(make().state_dict(), assign=True)
+    layer(torch.randn(40, 64))
+    assert layer.tokens_per_expert.sum() == 40 * 3
+
+
+@pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_hp", "mxfp8"])
+@pytest.mark.parametrize("missing", ["experts.w2", "router.gate.weight", "expert_bias"])
+def test_what_stayed_on_the_meta_device_is_named(recipe: str, missing: str) -> None:
+    """torch.mm of tensors of both devices returns uninitialised memory."""
+    with torch.device("meta"):
+        layer = MoE(config(), recipe)
+    state = make().state_dict()
+    del state[missing]
+    layer.load_state_dict(state, assign=True, strict=False)
+    with pytest.raises(ValueError, match=f"{missing.removeprefix('experts.').removeprefix('router.')} is on meta, want cpu"):
+        layer(torch.randn(40, 64))
+
+
+@pytest.mark.parametrize("counts", [[31.9, 32.1], [True, True], [64]], ids=str)
+def test_counts_that_are_none_are_refused(counts: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"Experts: num_tokens_per_expert is .*want \(2,\) int32 or int64"):
+        Experts(64, 32, 2, "hp")(torch.randn(64, 64), torch.tensor(counts))
 
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])

@@ -138,9 +138,10 @@ def test_experts_block_is_the_layer() -> None:
     [
         ({"a1": draw(L, 4, D, seed=0), "b1": draw(L, 2 * H, 4, seed=0)}, ("lora a1", "R a multiple of 8")),
         ({"b2": None}, ("lora a2 and b2", "None", "(4, 64, R)")),
-        ({"a1": torch.zeros(L, R, D)}, ("float32", "torch.bfloat16", "cast them")),
+        ({"a1": torch.zeros(L, R, D)}, ("float32", "torch.bfloat16", "cast or move them")),
+        ({"a1": torch.zeros(L, R, D, dtype=torch.bfloat16, device="meta")}, ("on meta", "on cpu", "cast or move them")),
     ],
-    ids=["rank", "one alone", "dtype"],
+    ids=["rank", "one alone", "dtype", "device"],
 )
 def test_adapters_that_do_not_fit(changed: dict[str, Tensor | None], words: tuple[str, ...]) -> None:
     given, (experts, scores) = case(), routing()

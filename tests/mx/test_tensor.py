@@ -80,9 +80,19 @@ def test_writes_are_refused_or_go_to_a_copy(op) -> None:
 def test_in_place_on_the_whole_tensor_raises() -> None:
     with pytest.raises(ValueError, match="writes into an MXTensor"):
         mx().mul_(2)
+    with pytest.raises(ValueError, match="apply_: writes into an MXTensor"):
+        mx().apply_(lambda value: value)
     plain = torch.ones(4, 64)
     plain.add_(mx(dtype=torch.float32))
     assert torch.equal(plain, 1 + mx(dtype=torch.float32).dequantize())
+
+
+def test_a_copy_that_is_asked_for_shares_no_bytes() -> None:
+    source = mx()
+    copied = source.to("cpu", copy=True)
+    assert torch.equal(copied.qdata.view(torch.uint8), source.qdata.view(torch.uint8))
+    assert copied.qdata.data_ptr() != source.qdata.data_ptr()
+    assert copied.scale.data_ptr() != source.scale.data_ptr()
 
 
 def test_row_strided_views_of_records() -> None:

@@ -313,6 +313,20 @@ def test_frozen_weights_cannot_learn() -> None:
         copy.deepcopy(model).half()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_zeros_of_another_kind_are_plain(transposed: bool) -> None:
+    weight = MXWeight.of(torch.randn(64, 32), transposed)
+    for options in ({"dtype": torch.bool}, {"dtype": torch.float64}, {"device": "meta"}):
+        made = weight.new_zeros(64, 32, **options)
+        assert type(made) is torch.Tensor
+        assert made.dtype == options.get("dtype", weight.dtype)
+        assert made.device.type == options.get("device", "cpu")
+    if transposed:
+        with raises_naming("flat view of a transposed weight", "flatten()"):
+            weight.view(-1).sum()
+        assert torch.equal(weight.flatten(), weight.dequantize().flatten())
+
+
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
 def test_every_optimizer_raises_for_frozen_weights(options: dict[str, bool]) -> None:
     model = nn.Linear(64, 64)

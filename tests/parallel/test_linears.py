@@ -21,6 +21,7 @@ from mxep import MoE, MoEConfig, convert_linears
 from mxep.grouped_mm.dense import DenseLora
 from mxep.models.decoder import FeedForward
 from mxep.models.loss import OutputProjection
+from mxep.mx import MXWeight
 from mxep.parallel import MXLinear, apply_fsdp, build_meshes, cache_quantized_weights, recompute_blocks
 from mxep.recipe import RECIPES, Recipe
 
@@ -131,6 +132,7 @@ def test_layers_that_are_converted() -> None:
     assert convert_linears(block) == ["attention.wq", "attention.wo", *shared]
     assert {name for name, module in block.named_modules() if isinstance(module, MXLinear)} == {"attention.wq", "attention.wo", *shared}
     assert convert_linears(Block(), ["attention", "shared_experts"], "mxfp8", skip=["wo", "w2"]) == ["attention.wq", shared[0], shared[2]]
+    assert convert_linears(Block(), skip="shared_experts") == ["attention.wq", "attention.wo"]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,9 @@ def test_layers_that_are_converted() -> None:
         ({"fqns": "router"}, r"'router' matched moe\.router\.gate alone, which is never converted.*leave it out"),
         ({"fqns": "logits"}, r"'logits' matched logits alone, which is never converted"),
         ({"skip": ["wk"]}, r"'wk' matched no torch\.nn\.Linear"),
+        ({"skip": "wk"}, r"'wk' matched no torch\.nn\.Linear"),
+        ({"fqns": [5]}, r"names of layers are \[5\], want a string"),
+        ({"skip": 5}, r"names of layers are 5, want a string"),
         ({"fqns": "lm_head"}, r"lm_head: a weight \(16, 64\), want multiples of 32 both ways.*skip= \(mxep train --linear-skip\)"),
         ({"fqns": "wq", "skip": ["attention"]}, r"nothing is left to convert, want one of attention\.wq"),
         ({"recipe": "bf16"}, r"attention\.wq: recipe 'hp' multiplies in high precision"),
@@ -151,6 +156,21 @@ def test_refusals(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert_linears(block, **arguments)
     assert not [module for module in block.modules() if isinstance(module, MXLinear)], "all or nothing"
+
+
+def test_layers_that_torch_reads_itself_stay() -> None:
+    """In evaluation a TransformerEncoderLayer multiplies its weights by a kernel of its own, in high precision."""
+    model = nn.ModuleDict({"encoder": nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), "head": nn.Linear(64, 64)})
+    assert convert_linears(model) == ["head"]
+    with pytest.raises(ValueError, match=r"'encoder' matched encoder.*which is never converted"):
+        convert_linears(model, "encoder")
+
+
+def test_rows_that_are_a_transposed_frozen_weight() -> None:
+    rows, linear = torch.randn(64, 64), nn.Linear(64, 32, bias=False)
+    convert_linears(holder := nn.Sequential(linear), recipe="mxfp8_wgrad_with_hp")
+    frozen = MXWeight.of(rows.t().contiguous()).t()
+    torch.testing.assert_close(holder(frozen), holder(frozen.dequantize()), rtol=0, atol=0)
 
 
 def test_one_layer_in_several_places_is_converted_in_all_of_them() -> None:

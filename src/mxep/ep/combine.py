@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from mxep.checks import check_mode
-from mxep.ep.dispatch import AllToAll, check_exchange
+from mxep.ep.dispatch import AllToAll, check_exchange, one_group
 from mxep.mx.tensor import reject_border
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
@@ -55,5 +55,5 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
     where = "combine"
     reject_border(input, where)
     mode = check_mode(where, scaling_mode, block_size)
-    name = check_exchange(where, input, output_splits, input_splits, group if group_name is None else group_name, quantised=mxfp8_bwd)
+    name = check_exchange(where, input, output_splits, input_splits, one_group(where, group_name, group), quantised=mxfp8_bwd)
     return AllToAll.apply(input, output_splits, input_splits, name, "", mode if mxfp8_bwd else "")

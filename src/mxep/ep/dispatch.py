@@ -72,6 +72,13 @@ class AllToAll(torch.autograd.Function):
         return leave_graph(exchange(grads[0], *ctx.exchange), ctx.entered), None, None, None, None, None
 
 
+def one_group(where: str, group_name: str | ProcessGroup | None, group: str | ProcessGroup | None) -> str | ProcessGroup | None:
+    """The group of an argument and its alias. Raises ValueError if both are given."""
+    if group_name is not None and group is not None:
+        raise ValueError(f"{where}: both group_name and group are given, want one of them; group is an alias of group_name")
+    return group if group_name is None else group_name
+
+
 def check_exchange(
     where: str,
     rows: torch.Tensor,
@@ -122,5 +129,5 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     """
     where = "dispatch"
     mode = check_mode(where, scaling_mode, block_size)
-    name = check_exchange(where, input, output_splits, input_splits, group if group_name is None else group_name, quantised=True)
+    name = check_exchange(where, input, output_splits, input_splits, one_group(where, group_name, group), quantised=True)
     return AllToAll.apply(input, output_splits, input_splits, name, mode, "")

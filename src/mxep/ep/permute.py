@@ -15,6 +15,7 @@ from mxep.checks import check_count, check_rows, check_tensors, values_checked
 from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.rows import gather_as_mx, scatter
 from mxep.mx.tensor import MXTensor, reject_border
+from mxep.mx.weight import MXWeight
 from mxep.operators import direct
 from mxep.recipe import check_group_alignment
 from mxep.shapes import MX_BLOCK, round_up
@@ -61,8 +62,8 @@ def permute_rows(
     reject_border(rows, where)
     check_tensors(where, input=rows)
     check_tensors(where, rows.device, num_tokens_per_expert=counts)
-    if rows.dim() != 2:
-        raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width)")
+    if rows.dim() != 2 or isinstance(rows, MXWeight):
+        raise ValueError(f"{where}: input is {type(rows).__name__} {tuple(rows.shape)}, want (rows, width), plain or an MXTensor")
     if mode:
         check_rows(where, rows, quantised=True)
     num_rows = rows.shape[0]

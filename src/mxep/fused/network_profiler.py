@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from mxep.comm import group_name_of, resolve_group, transport_of
 from mxep.fused.dispatcher import DispatchSpec, RowExchange
 from mxep.fused.make_dispatcher import ep_degree, make_dispatcher
+from mxep.fused.options import resolve_runtime
 from mxep.fused.runtime_config import CombineMode, DispatchMode, RuntimeEPConfig
 from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import Recipe, resolve_recipe
@@ -131,7 +132,7 @@ class NetworkProfiler:
                 f"of {MX_BLOCK}, C from 1 to the experts, bfloat16 or float32"
             )
         self.world, self.T, self.D, self.C, self.dtype = world, T_local, D, C, dtype
-        self.config, self.recipe = config or RuntimeEPConfig(), resolve_recipe(recipe)
+        self.config, self.recipe = resolve_runtime("NetworkProfiler", config), resolve_recipe(recipe)
         on_gpu = self.group_name and "nccl" in dist.get_backend(resolve_group(_WHERE, self.group_name))
         self.device = device or torch.device("cuda", torch.cuda.current_device()) if on_gpu else device or torch.device("cpu")
         ep_degree(self.group_name, self.num_experts, self.device)

@@ -199,7 +199,8 @@ def dense_mm(
     """x @ w.T + bias in MXFP8, or in x's dtype by a recipe in high precision and below a recipe's `hp_below_rows`; differentiable.
 
     Args:
-        x: (..., K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one; any dtype in high precision.
+        x: (..., K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one (the values of a transposed MXWeight are read); any
+            dtype in high precision.
         w: (N, K) bf16 or float32, both multiples of 32; any in high precision.
         bias: (N,) or None.
         recipe: precision and GEMM path.
@@ -212,6 +213,8 @@ def dense_mm(
     Raises:
         ValueError: shapes, dtypes or a path that do not fit.
     """
+    if isinstance(x, MXWeight) and x.transposed:
+        x = x.dequantize()
     in_mx = isinstance(x, MXTensor)
     if in_mx:
         reject_border(x, _WHERE)

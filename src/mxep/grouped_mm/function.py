@@ -400,7 +400,7 @@ def recipe_grouped_mm(
     Args:
         A: (M, K) bf16 or float32, or an MXTensor where the recipe's wgrad takes one.
         B_t: (L, K, N) bf16 or float32, or an MXWeight: the transpose of a weight (L, N, K).
-        offs: (L,) int32 or int64 END offsets of the groups in rows; None for one group of all rows.
+        offs: (L,) int32 or int64 END offsets of the groups in rows.
         bias: (N,), or (L, N) per group, added in out_dtype; None for none.
         out_dtype: bfloat16 or float32.
         recipe: precision and GEMM path; below its `hp_below_rows` the values of A are multiplied.

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mxep.operators  # noqa: F401
-from mxep.checks import check_mode
+from mxep.checks import check_count, check_mode, values_checked
 from mxep.grouped_mm.products import GemmOptions, Weights, gemm_options, multiply_rows
 from mxep.grouped_mm.wgrad_gemm import add_wgrad
 from mxep.mx.compile import in_graph
@@ -90,8 +90,11 @@ def linear_cross_entropy(
     if not hidden.device == weight.device == labels.device:
         got = f"hidden on {hidden.device}, weight on {weight.device}, labels on {labels.device}"
         raise ValueError(f"{_WHERE}: {got}, want one device; move them there")
-    if chunk_tokens < 1:
-        raise ValueError(f"{_WHERE}: chunk_tokens={chunk_tokens}, want 1 or more")
+    check_count(_WHERE, "chunk_tokens", chunk_tokens)
+    if values_checked(labels):  # host sync: checking
+        wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= weight.shape[0]))]
+        if wrong.numel():
+            raise ValueError(f"{_WHERE}: label {int(wrong[0])}, want 0 to {weight.shape[0] - 1} or {IGNORE}, which takes no part")
     if reduction not in ("sum", "mean"):
         raise ValueError(f"{_WHERE}: reduction={reduction!r}, want 'sum' or 'mean'; the losses of single tokens are never kept")
     chosen, gemm = resolve_recipe(recipe), None

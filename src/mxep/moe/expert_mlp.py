@@ -503,11 +503,12 @@ def check_lora(where: str, x: Tensor, weights: ExpertWeights) -> None:
             continue
         R = 0 if a is None else a.shape[1]
         shapes = (L, R, K), (L, N, R)
-        if R % _LORA_ALIGNMENT or any(f is None or tuple(f.shape) != s or f.dtype != x.dtype for f, s in zip((a, b), shapes, strict=True)):
-            got = " and ".join("None" if f is None else f"{tuple(f.shape)} {f.dtype}" for f in (a, b))
+        found = [None if f is None else (tuple(f.shape), f.dtype, f.device) for f in (a, b)]
+        if R % _LORA_ALIGNMENT or found != [(shape, x.dtype, x.device) for shape in shapes]:
+            got = " and ".join("None" if f is None else f"{tuple(f.shape)} {f.dtype} on {f.device}" for f in (a, b))
             raise ValueError(
-                f"{where}: lora a{side} and b{side} are {got}, want ({L}, R, {K}) and ({L}, {N}, R) {x.dtype}, R a multiple of "
-                f"{_LORA_ALIGNMENT}; cast them, and pad R with zeros"
+                f"{where}: lora a{side} and b{side} are {got}, want ({L}, R, {K}) and ({L}, {N}, R) {x.dtype} on {x.device}, R a multiple "
+                f"of {_LORA_ALIGNMENT}; cast or move them, and pad R with zeros"
             )
 
 

@@ -14,16 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mxep.checks import check_tensors
 from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.config import check_activation
-from mxep.moe.expert_mlp import ExpertWeights
+from mxep.moe.expert_mlp import TENSORS, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.moe.init import init_normal_
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.activation.functions import ActivationName, SwiGLU, differentiable, is_gated
 from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
+
+
+def _check_counts(counts: Tensor, w1: Tensor) -> None:
+    """Raise ValueError unless counts are whole numbers on the weights' device, one for each of their experts."""
+    check_tensors("Experts", w1.device, num_tokens_per_expert=counts)
+    if counts.dtype not in (torch.int32, torch.int64) or tuple(counts.shape) != w1.shape[:1]:
+        got = f"{tuple(counts.shape)} {counts.dtype}"
+        raise ValueError(f"Experts: num_tokens_per_expert is {got}, want ({w1.shape[0]},) int32 or int64, each expert's rows; cast it")
 
 
 class Experts(nn.Module):
@@ -130,12 +139,17 @@ class Experts(nn.Module):
 
         Args:
             x: (P, D) bf16 or float32, or an MXTensor of them; expert e's rows follow those of expert e-1.
-            num_tokens_per_expert: (L,) int, rows of each expert here, padding included.
+            num_tokens_per_expert: (L,) int32 or int64, rows of each expert here, padding included.
 
         Returns:
             (P, D) in x's dtype, or in `compute_dtype`; rows past the last expert's are zero.
+
+        Raises:
+            ValueError: counts of another shape or dtype, parameters on another device than x; operands that the recipe does not take.
         """
         x, weights = self.operands(x)
+        check_tensors("Experts", x.device, **dict(zip(TENSORS, weights.tensors, strict=True)))
+        _check_counts(num_tokens_per_expert, weights.w1)
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever
         if self.fused and runs_fused(self.recipe):

@@ -197,8 +197,10 @@ class MoE(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """With `assign=True` bias and load would have the dtype of the state dict."""
+        """With `assign=True` bias and load would have the dtype of the state dict, and the load would stay on the meta device."""
         super()._load_from_state_dict(*args, **kwargs)
+        if self.tokens_per_expert.is_meta and not self.expert_bias.is_meta:
+            self.tokens_per_expert = torch.zeros_like(self.expert_bias)  # no state_dict has it
         for name in _FLOAT32_BUFFERS:
             setattr(self, name, getattr(self, name).float())
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
+from mxep.checks import check_tensors
 from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.mx.compile import in_graph
 
@@ -232,7 +233,8 @@ class Router(nn.Module):
         self.gate = nn.Linear(config.dim, config.num_experts, bias=False)
 
     def forward(self, tokens: Tensor, expert_bias: Tensor | None = None) -> Routing:
-        """tokens (T, D), expert_bias (E,) float32 or None -> `Routing`."""
+        """tokens (T, D), expert_bias (E,) float32 or None -> `Routing`. Raises ValueError for several devices."""
+        check_tensors("Router", tokens.device, **{"gate.weight": self.gate.weight, "expert_bias": expert_bias})
         return route(self._logits(tokens), expert_bias, self.config)
 
     def hold_gate(self, tokens: Tensor) -> Tensor:

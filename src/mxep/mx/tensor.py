@@ -221,6 +221,10 @@ class MXTensor(torch.Tensor):
         """The values as a plain tensor of `dtype` (default: orig_dtype), multiplied in float32 and rounded once; differentiable."""
         return aten._to_copy.default(self, dtype=self.orig_dtype if dtype is None else dtype)
 
+    def apply_(self, *args: Any) -> Any:
+        """Raises ValueError: torch would write to memory that this tensor does not have."""
+        raise _write_error("apply_", self)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         raise _write_error("assignment to rows", self)  # torch would write into a copy of them
 
@@ -258,7 +262,8 @@ class MXTensor(torch.Tensor):
             return return_and_correct_aliasing(func, args, kwargs, MXTensor(same(mx.qdata), same(mx.scale), mx.orig_dtype))
         if func is aten._to_copy.default and kwargs.get("device") is not None and kwargs.get("dtype") in (None, args[0].orig_dtype):
             mx, device, lazily = args[0], kwargs["device"], bool(kwargs.get("non_blocking"))
-            return MXTensor(mx.qdata.to(device, non_blocking=lazily), mx.scale.to(device, non_blocking=lazily), mx.orig_dtype)
+            qdata, scale = (part.to(device, non_blocking=lazily, copy=True) for part in (mx.qdata, mx.scale))
+            return MXTensor(qdata, scale, mx.orig_dtype)
         if func.namespace == "c10d" and func.__name__ == "broadcast_.default" and all(isinstance(mx, MXTensor) for mx in args[0]):
             return _broadcast(func, args, kwargs)
         _reject_writes(func, args, kwargs)
@@ -300,6 +305,8 @@ def from_records(records: torch.Tensor, width: int, dtype: torch.dtype) -> MXTen
 def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The values of an MX tensor as a plain tensor (a plain one comes back cast); no gradient, for use inside autograd functions."""
     if isinstance(value, MXTensor):
+        if value.transposed and value.dim() < 2:  # FSDP2 makes it, and reads its bytes
+            raise ValueError("MXWeight: a flat view of a transposed weight has no values, want its rows; flatten() copies them")
         values = direct.dequantize(value.qdata, value.scale, value.orig_dtype if dtype is None else dtype)
         return values.transpose(-2, -1) if value.transposed else values
     return value if dtype is None else value.to(dtype)

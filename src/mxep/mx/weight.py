@@ -231,7 +231,7 @@ def _kept_in_mx(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
         return weight._like(torch.empty_like(qdata, device=device), torch.empty_like(scale, device=device))
     if func in _ALONG:
         return _along(func, weight, args, kwargs)
-    made = _of_fsdp(func, weight, args)
+    made = _of_fsdp(func, weight, args, kwargs)
     return _viewed(weight, args[1]) if made is None and func is aten.view.default else made
 
 
@@ -245,10 +245,12 @@ def _viewed(weight: MXWeight, sizes: list[int]) -> MXWeight | None:
     return weight._like(*parts, kept=weight.kept and weight.kept.of_part())
 
 
-def _of_fsdp(func: Any, weight: MXWeight, args: tuple) -> MXWeight | None:
+def _of_fsdp(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> MXWeight | None:
     """What else FSDP2 does with a parameter: a shard with padding, the same flat, which nothing reads, and the gathered one as it is."""
     qdata, scale = weight.qdata, weight.scale
-    if func is aten.new_zeros.default and len(args[1]) == weight.dim() and _swapped(args[1], weight.transposed)[-1] == qdata.shape[-1]:
+    is_like = kwargs.get("dtype") in (None, weight.orig_dtype) and kwargs.get("device") in (None, weight.device)
+    of_rows = func is aten.new_zeros.default and is_like and len(args[1]) == weight.dim()
+    if of_rows and _swapped(args[1], weight.transposed)[-1] == qdata.shape[-1]:
         rows = _swapped(args[1], weight.transposed)
         return weight._like(qdata.new_zeros(rows), scale.new_zeros((*rows[:-1], rows[-1] // MX_BLOCK)))
     if func is aten.view.default and tuple(args[1]) == (-1,):  # a transposed one cannot be dequantised in this shape

@@ -116,8 +116,12 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
 def as_patterns(fqns: str | Sequence[str] | None) -> list[str] | None:
-    """Names as a list of patterns; None for every name."""
-    return None if fqns is None else [fqns] if isinstance(fqns, str) else list(fqns)
+    """Names as a list of patterns; None for every name. Raises ValueError for anything else."""
+    if fqns is None or isinstance(fqns, str):
+        return None if fqns is None else [fqns]
+    if not isinstance(fqns, Iterable) or not all(isinstance(pattern, str) for pattern in fqns):
+        raise ValueError(f"names of layers are {fqns!r}, want a string, a list of strings, or None for all")
+    return list(fqns)
 
 
 def matches_any(fqn: str, patterns: Iterable[str] | None) -> bool:

@@ -148,13 +148,14 @@ def why_linear_stays(name: str, linear: nn.Linear, recipe: Recipe, tokens: int |
 
 
 def convert_linears(
-    model: nn.Module, fqns: str | Sequence[str] | None = None, recipe: str | Recipe | None = None, skip: Sequence[str] = ()
+    model: nn.Module, fqns: str | Sequence[str] | None = None, recipe: str | Recipe | None = None, skip: str | Sequence[str] = ()
 ) -> list[str]:
     """Make dense linear layers of a model compute in MXFP8, in place; before sharding, compilation and recomputation are applied to it.
 
     Another call gives converted layers another recipe, after these too; "bf16" makes them torch.nn.Linear again, as `unconvert` does.
-    mxep's own routers, embeddings, peft's adapters and subclasses of torch.nn.Linear (a projection to logits with a loss of its own) are
-    never converted.  A router that is a torch.nn.Linear stays without `fqns` if it is called as in `KEPT_APART`; else name it in `skip`.
+    Never converted are mxep's own routers, embeddings, peft's adapters, subclasses of torch.nn.Linear (a projection to logits with a loss
+    of its own), and the layers of a torch.nn.TransformerEncoderLayer, which multiplies their weights itself when it evaluates.  A router
+    that is a torch.nn.Linear stays without `fqns` if it is called as in `KEPT_APART`; else name it in `skip`.
 
     Args:
         model: converted in place.
@@ -174,25 +175,27 @@ def convert_linears(
         ['0']
     """
     chosen_recipe = resolve_recipe(recipe)
-    patterns = as_patterns(fqns)
+    patterns, skipped = as_patterns(fqns), as_patterns(skip) or []
     everywhere = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names
     routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
     seen = {name: module for name, module in everywhere.items() if isinstance(module, nn.Linear)}
+    unread = {linear for layer in everywhere.values() if isinstance(layer, nn.TransformerEncoderLayer) for linear in layer.children()}
     able = {
         name: module
         for name, module in seen.items()
-        if isinstance(module, MXLinear) or (type(module) is nn.Linear and not name.startswith(routers) and not matches_any(name, ADAPTERS))
+        if isinstance(module, MXLinear)
+        or (type(module) is nn.Linear and module not in unread and not name.startswith(routers) and not matches_any(name, ADAPTERS))
     }
-    for known, names in ((able, patterns or []), (seen, skip)):
+    for known, names in ((able, patterns or []), (seen, skipped)):
         for pattern in names:
             if not any(matches_name(name, pattern) for name in known):
                 kept = [name for name in seen if matches_name(name, pattern)]
                 if kept:
-                    what = "which is never converted (routers, adapters, subclasses of torch.nn.Linear)"
+                    what = "which is never converted (routers, adapters, subclasses of torch.nn.Linear, torch.nn.TransformerEncoderLayer)"
                     raise ValueError(f"{_WHERE}: {pattern!r} matched {shown_names(kept)} alone, {what}; leave it out")
                 do = how_to_name(pattern, known)
                 raise ValueError(f"{_WHERE}: {pattern!r} matched no torch.nn.Linear, saw {shown_names(known)}; {do}")
-    left_out = [*skip, *(KEPT_APART if patterns is None else ())]
+    left_out = [*skipped, *(KEPT_APART if patterns is None else ())]
     chosen = {name: linear for name, linear in able.items() if matches_any(name, patterns) and not matches_any(name, left_out)}
     if not chosen:
         want = f"one of {shown_names(able)}" if able else "linear layers, of which there are none"
