@@ -56,6 +56,9 @@ def apply_fsdp(
     Returns:
         model.
 
+    Raises:
+        ValueError: `blocks` that are no modules of the model.
+
     Examples:
         >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
         >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
