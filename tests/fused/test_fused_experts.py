@@ -75,6 +75,8 @@ def check_bits(
     y = fused_experts(x, experts, scores, w1, b1, w2, b2, E, config, **options)  # type: ignore[arg-type]
     assert sum(saved_bytes(y).values()) > 0
     got = gradients(y, dy, scores=scores, w1=w1, b1=b1, w2=w2, b2=b2)
+    with pytest.raises(ValueError, match="saved_bytes: the backward of this tensor has freed what was kept"):
+        saved_bytes(y)
     want["scores"] = asked["scores"].gather(1, experts.argsort(1).argsort(1))  # there a token's choices are in the experts' order
     for name, value in got.items():
         (assert_same if name == "y" else same)(value, want[name], name)

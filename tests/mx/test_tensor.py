@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
+from torch import nn
 
 from mxep.mx import MXTensor, quantize_mx
 from mxep.mx.tensor import dequantize_data, reject_border
@@ -146,6 +148,11 @@ def test_pickle_and_deepcopy() -> None:
     torch.save(t, file)
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False).dequantize(), t.dequantize())
+    parameter = nn.Parameter(t, requires_grad=False)
+    for copied in (copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter))):
+        assert isinstance(copied, nn.Parameter)
+        assert not copied.requires_grad
+        assert torch.equal(copied.dequantize(), t.dequantize())
 
 
 @pytest.mark.parametrize(

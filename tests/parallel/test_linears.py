@@ -158,6 +158,11 @@ def test_refusals(arguments: dict, message: str) -> None:
     assert not [module for module in block.modules() if isinstance(module, MXLinear)], "all or nothing"
 
 
+def test_a_linear_layer_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the model is a torch\.nn\.Linear itself, want a module that holds it"):
+        convert_linears(nn.Linear(64, 64))
+
+
 def test_layers_that_torch_reads_itself_stay() -> None:
     """In evaluation a TransformerEncoderLayer multiplies its weights by a kernel of its own, in high precision."""
     model = nn.ModuleDict({"encoder": nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), "head": nn.Linear(64, 64)})

@@ -344,7 +344,7 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         `RuntimeEPConfig.keep_dgrad_weights`), "routing" (choices, maps, scores; logits where the input is not saved).
 
     Raises:
-        ValueError: no fused layer made this tensor, or nothing was kept.
+        ValueError: no fused layer made this tensor, or nothing is kept, as after its backward.
 
     Examples:
         >>> layer = mxep.FusedMoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
@@ -357,7 +357,10 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     if node is None:
         raise ValueError("saved_bytes: this tensor is not the output of a fused layer that keeps anything; call it before the backward")
-    saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
+    try:
+        saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
+    except RuntimeError as freed:
+        raise ValueError("saved_bytes: the backward of this tensor has freed what was kept; call it before the backward") from freed
     number = len(SavedTensors._fields)
     kept = SavedTensors(*saved[:number])
     rest = saved[number + 1 + len(TENSORS) : -2]  # after the router and the weights; the last two are bounds of chunks, a few words

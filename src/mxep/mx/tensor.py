@@ -190,7 +190,8 @@ class MXTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickled, and saved by torch.save, as bytes: pickle itself cannot read torch 2.11's e8m0. Strides stay."""
-        return _rebuild, (self.qdata.view(torch.uint8), self.scale.view(torch.uint8), self.orig_dtype, self.requires_grad)
+        parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8)
+        return _rebuild, (*parts, self.orig_dtype, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
         """Of a leaf, like any tensor's; strides and a storage that both parts share stay."""
@@ -199,8 +200,7 @@ class MXTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("deepcopy: this MXTensor is part of a graph, want a leaf, as of any tensor; copy mx.detach()")
         parts = copy.deepcopy((self.qdata, self.scale), memo)
-        copied = memo[id(self)] = MXTensor(*parts, self.orig_dtype)
-        copied.requires_grad_(self.requires_grad)
+        copied = memo[id(self)] = _leaf(MXTensor(*parts, self.orig_dtype), self.requires_grad, isinstance(self, torch.nn.Parameter))
         copied.grad = copy.deepcopy(self.grad, memo)
         return copied
 
@@ -283,13 +283,18 @@ class MXTensor(torch.Tensor):
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
 
-def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, requires_grad: bool) -> MXTensor:
+def _leaf(mx: MXTensor, requires_grad: bool, parameter: bool) -> MXTensor:
+    if parameter:
+        return torch.nn.Parameter(mx, requires_grad)  # type: ignore[return-value]
+    mx.requires_grad_(requires_grad)
+    return mx
+
+
+def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, requires_grad: bool, parameter: bool = False) -> MXTensor:
     """What a pickle calls. Raises ValueError for parts that do not belong together: a file may hold anything."""
     if not isinstance(qdata, torch.Tensor) or not isinstance(scale, torch.Tensor) or qdata.dtype != torch.uint8 or qdata.dim() < 1:
         raise ValueError("MXTensor: a pickle holds something else under its name, want the bytes of two tensors; save it again")
-    mx = MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype)
-    mx.requires_grad_(requires_grad)
-    return mx
+    return _leaf(MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype), requires_grad, parameter)
 
 
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) reads MX tensors once this module is imported

@@ -197,6 +197,8 @@ def convert_linears(
                 raise ValueError(f"{_WHERE}: {pattern!r} matched no torch.nn.Linear, saw {shown_names(known)}; {do}")
     left_out = [*skipped, *(KEPT_APART if patterns is None else ())]
     chosen = {name: linear for name, linear in able.items() if matches_any(name, patterns) and not matches_any(name, left_out)}
+    if "" in chosen:
+        raise ValueError(f"{_WHERE}: the model is a torch.nn.Linear itself, want a module that holds it, such as torch.nn.Sequential")
     if not chosen:
         want = f"one of {shown_names(able)}" if able else "linear layers, of which there are none"
         raise ValueError(f"{_WHERE}: nothing is left to convert, want {want}")
