@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import time
@@ -47,6 +48,23 @@ def test_settle_refuses(options: dict, message: str) -> None:
 @pytest.mark.parametrize("options", [{"steps": 0}, {"lr": -1.0}, {"lr": float("nan")}, {"warmup": -1}, {"lr_floor": 2.0}, {"keep": 0}])
 def test_bad_values(options: dict) -> None:
     with pytest.raises(ValueError, match="--" + next(iter(options)).replace("_", "-")):
+        TrainConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_grad_norm": math.inf}, "--max-grad-norm=inf, want a finite number; 0 disables clipping"),
+        ({"lr": math.inf}, "--lr = inf, want a finite number of 64 bits"),
+        ({"held_out_share": math.nan}, "--held-out-share = nan, want a finite number"),
+        ({"seed": 2**63}, "--seed = 9223372036854775808, want a whole number of 64 bits"),
+        ({"data": ("caf\udce9",)}, r"--data = \['caf\\udce9'\], want text in UTF-8; give the file another name"),
+        ({"out": Path("caf\udce9")}, r"--out = 'caf\\udce9', want text in UTF-8"),
+    ],
+)
+def test_values_that_no_file_can_hold_are_refused(options: dict, message: str) -> None:
+    """A run that trained with them could not be resumed."""
+    with pytest.raises(ValueError, match=message):
         TrainConfig(**options)
 
 
