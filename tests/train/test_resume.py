@@ -7,6 +7,7 @@ import doctest
 import itertools
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,24 @@ def test_a_bare_resume_prints_no_changes(tmp_path: Path, text: str, one_rank: No
     assert "changed" not in shown
     assert "schedule" not in shown
     assert "change" not in {record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")}
+
+
+def test_a_start_that_is_refused_changes_nothing(
+    tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The next start moves the newer checkpoint aside, and prints it."""
+    first_stage(tmp_path, text, checkpoint_every=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    options = {"data": (text,), "steps": 12, "resume": True, "resume_step": 2, "checkpoint_every": 100, "stop_after": 3}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(ValueError, match="--tensorboard needs TensorBoard; pip install"):
+            trainer(0, 1, str(tmp_path), **options, tensorboard=True).train()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not trainer(0, 1, str(tmp_path), **options).train()
+    moved = tmp_path / "checkpoints" / "set_aside" / "step_00000003"
+    assert moved.is_dir()
+    assert f"step_00000003 is newer than step 2, from which the run resumes; it was moved to {moved}" in capsys.readouterr().out
 
 
 def test_a_step_to_profile_that_is_over_is_reported(tmp_path: Path, text: str, one_rank: None) -> None:

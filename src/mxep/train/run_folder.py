@@ -88,16 +88,14 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def set_aside_newer(folder: Path, step: int) -> list[str]:
-    """Move checkpoints of `folder` that are newer than `step` to <folder>/set_aside; returns a line for each.
+def set_aside_newer(folder: Path, step: int) -> Iterator[str]:
+    """Move checkpoints of `folder` that are newer than `step` to <folder>/set_aside; gives a line for each.
 
     A run that resumes from `step` writes newer checkpoints of its own, with which the old ones would be confused.
     """
-    lines = []
     for path in list_checkpoints(folder):
         if step_of(path) > step:
-            lines.append(f"{path} is newer than step {step}, from which the run resumes; it was moved to {set_aside(path)}")
-    return lines
+            yield f"{path} is newer than step {step}, from which the run resumes; it was moved to {set_aside(path)}"
 
 
 def newest_run(root: Path = RUNS) -> Path:

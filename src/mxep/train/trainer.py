@@ -286,11 +286,13 @@ class Trainer:
                 Or what `_read` raises.
         """
         s, c, rank = self.settings, self.config, self.ranks.rank
-        if rank == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
-            save_config(c, self.out)
         last = min(s.steps, c.stop_after or s.steps)
         log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
+        if rank == 0:  # nothing refuses the start from here on
+            self.out.mkdir(parents=True, exist_ok=True)
+            for line in set_aside_newer(self.out / CHECKPOINTS, self.step_count) if c.resume else ():
+                log.say(line)
+            save_config(c, self.out)
         profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
         with StopRequest() as request, GarbageCollection(c.gc_freq) as garbage, log, self.writer:
             for line in self.describe():
@@ -567,4 +569,4 @@ class Trainer:
             torch.set_rng_state(own["cpu"])
         if "cuda" in own and self.ranks.device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], self.ranks.device)
-        self.notes = [*manifest.notes, *(set_aside_newer(manifest.path.parent, manifest.step) if self.ranks.rank == 0 else ())]
+        self.notes = list(manifest.notes)
