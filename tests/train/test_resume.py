@@ -172,7 +172,7 @@ def test_a_bare_resume_prints_no_changes(tmp_path: Path, text: str, one_rank: No
 def test_a_start_that_is_refused_changes_nothing(
     tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """The next start moves the newer checkpoint aside, and prints it."""
+    """The next start moves the newer checkpoint aside, and copies its metrics. One from the newest checkpoint repeats steps alone."""
     first_stage(tmp_path, text, checkpoint_every=1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     options = {"data": (text,), "steps": 12, "resume": True, "resume_step": 2, "checkpoint_every": 100, "stop_after": 3}
@@ -184,7 +184,17 @@ def test_a_start_that_is_refused_changes_nothing(
     assert not trainer(0, 1, str(tmp_path), **options).train()
     moved = tmp_path / "checkpoints" / "set_aside" / "step_00000003"
     assert moved.is_dir()
-    assert f"step_00000003 is newer than step 2, from which the run resumes; it was moved to {moved}" in capsys.readouterr().out
+    copy = tmp_path / "set_aside" / "metrics.jsonl"
+    assert copy.read_bytes() == before[tmp_path / "metrics.jsonl"]
+    shown = capsys.readouterr().out
+    assert f"step_00000003 is newer than step 2, from which the run resumes; it was moved to {moved}" in shown
+    assert f"metrics: lines of {tmp_path / 'metrics.jsonl'} after step 2 are removed; a copy with all of them is {copy}" in shown
+
+    killed = tmp_path / "metrics.jsonl"  # in step 5, after the checkpoint of step 3
+    killed.write_text(killed.read_text() + json.dumps({"kind": "step", "step": 4, "loss": 1.0}) + "\n")
+    assert not trainer(0, 1, str(tmp_path), **{**options, "resume_step": None, "stop_after": 4}).train()
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert list(copy.parent.iterdir()) == [copy]
 
 
 def test_a_step_to_profile_that_is_over_is_reported(tmp_path: Path, text: str, one_rank: None) -> None:

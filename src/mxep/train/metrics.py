@@ -22,13 +22,12 @@ from mxep.device import total_memory
 from mxep.extras import install_command
 from mxep.train.durable_files import append, replace_file
 from mxep.train.output import Output, console
-from mxep.train.run_folder import set_aside
+from mxep.train.run_folder import METRICS_FILE, set_aside
 from mxep.train.step import SkippedStep
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 GIB = 1 << 30

@@ -290,7 +290,7 @@ class Trainer:
         log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
         if rank == 0:  # nothing refuses the start from here on
             self.out.mkdir(parents=True, exist_ok=True)
-            for line in set_aside_newer(self.out / CHECKPOINTS, self.step_count) if c.resume else ():
+            for line in set_aside_newer(self.out, self.step_count) if c.resume else ():
                 log.say(line)
             save_config(c, self.out)
         profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
