@@ -200,6 +200,21 @@ def test_a_step_to_resume_from(tmp_path: Path) -> None:
         TrainConfig(resume="auto", resume_step=3)
 
 
+def test_a_run_resumes_from_no_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would not be loaded; the same folder may be named again, as a scheduler does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
+    words = ["--resume", "--out", str(tmp_path)]
+    save_config(TrainConfig(init_from=Path("hf")), tmp_path)
+    for same in ([], ["--init-from", "hf"], ["--init-from", str(tmp_path / "hf")]):
+        assert read_options([*words, *same]).init_from in (Path("hf"), tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"--init-from=other, but .* began from hf, and resumes from its checkpoint; leave it out"):
+        read_options([*words, "--init-from", "other"])
+    save_config(TrainConfig(), tmp_path)
+    with pytest.raises(ValueError, match=r"--init-from=hf, but .* began from random weights"):
+        read_options([*words, "--init-from", "hf"])
+
+
 def test_options_that_need_each_other_may_come_from_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The TOML file, the command line and the resumed run are each valid together with the others only."""
     monkeypatch.chdir(tmp_path)
