@@ -304,6 +304,24 @@ def test_presets_by_name_and_flavor() -> None:
         chosen_model(TrainConfig(model="dsv3_16b", model_name="deepseek_v3", model_flavor="671B"))
 
 
+def test_the_command_lines_model_overrides_the_files_by_any_name(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (out / "checkpoints" / "step_00000003").mkdir(parents=True)
+    flavor, preset = "[model]\nname = 'deepseek_v3'\nflavor = '16B'", "model = 'dsv3_16b'"
+    for text, words, model in (
+        (flavor, ["--model", "qwen3_debug"], "qwen3_debug"),
+        (flavor, ["--model-flavor", "671B"], "dsv3_671b"),
+        (preset, ["--model.name=deepseek_v3", "--model.flavor=671B"], "dsv3_671b"),
+    ):
+        file = ["--config", str(toml(tmp_path, text))]
+        assert chosen_model(read_options([*file, *words])) == model
+        save_config(read_options(file), out)
+        assert chosen_model(read_options(["--resume", "--out", str(out), *words])) == model
+        save_config(read_options([*file, *words]), out)
+        resumed = read_options(["--resume", "--out", str(out), *file])
+        assert chosen_model(resumed) == "dsv3_16b"
+
+
 def test_layers_of_a_preset() -> None:
     for words in (["--layers", "8"], ["--num-layers=8"]):
         config = read_options(["--model.name=deepseek_v3", "--model.flavor=16B", *words])
