@@ -97,6 +97,14 @@ def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> N
     assert not read_options([f"--job.config_file={path}", "--no-force-balance"]).force_balance
 
 
+def test_paths_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    toml(tmp_path, 'tokenizer = "~/words"\ndata-cache = "~nobody-here/x"')
+    config = read_options(["--config=~/run.toml", "--out=~/runs/x", "--init-from", "~/hf"])
+    assert (config.out, config.init_from, config.tokenizer) == (tmp_path / "runs/x", tmp_path / "hf", tmp_path / "words")
+    assert config.data_cache == Path("~nobody-here/x")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

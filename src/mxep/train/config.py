@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,6 +285,9 @@ class TrainConfig:
     """No option: the shape of the model. A run saves it at its start, so that it resumes after files or presets have changed."""
 
     def __post_init__(self) -> None:
+        for name in _PATHS:
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(os.path.expanduser(path)))  # the shell leaves --out=~/x as it is
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
         degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp", "microbatch", "profile_steps", "profile_step", "numerics_every")
         for name in (*positive, *degrees, "keep", "log_every", "stop_after", "layers", "resume_step"):
