@@ -115,6 +115,10 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytes
     assert config.out == Path("runs/second")
     config = read_options(["--resume", "--out", "runs/first", "--lr", "0.25"])
     assert (config.steps, config.lr) == (5, 0.25)
+    arm = Path("runs/both/bf16")
+    (arm / "checkpoints" / "step_00000003").mkdir(parents=True)
+    save_config(TrainConfig(steps=7), arm)
+    assert read_options(["--resume"]).out == arm, "of an interrupted --compare"
 
 
 def test_the_fused_experts_are_switched_off_and_on_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -107,8 +107,9 @@ def set_aside_newer(out: Path, step: int) -> Iterator[str]:
 
 
 def newest_run(root: Path = RUNS) -> Path:
-    """The run below `root` with the latest checkpoint. Raises ValueError if there is none."""
-    found = [path.parent for path in root.glob(f"*/{CONFIG_FILE}") if list_checkpoints(path.parent / CHECKPOINTS)]
+    """The run below `root` with the latest checkpoint, also an arm of --compare. Raises ValueError if there is none."""
+    files = [*root.glob(f"*/{CONFIG_FILE}"), *root.glob(f"*/*/{CONFIG_FILE}")]
+    found = [path.parent for path in files if list_checkpoints(path.parent / CHECKPOINTS)]
     if not found:
         raise ValueError(f"resume: no checkpoint found under {root}/; start without --resume, or name the run's folder with --out")
     return max(found, key=lambda path: (path / CHECKPOINTS).stat().st_mtime)
