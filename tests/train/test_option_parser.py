@@ -425,6 +425,16 @@ def test_a_decay_that_overlaps_the_warmup_is_reported() -> None:
     assert describe_schedule(Schedule(1e-3, warmup=4, steps=10, decay_ratio=0.6)) == []
 
 
+@pytest.mark.parametrize(("warmup", "ratio", "left"), [(0, 0.1, 1), (0, 0.04, 0), (9, 0.5, 1), (10, 1.0, 0)])
+def test_a_decay_without_a_lower_rate_is_reported(warmup: int, ratio: float, left: int) -> None:
+    schedule = Schedule(1e-3, warmup=warmup, steps=10, decay_ratio=ratio)
+    (line,) = describe_schedule(schedule)
+    start = f"--decay-ratio={ratio:g} of 10 steps with the warmup of {warmup} leaves {left} to the decay"
+    assert line == f"{start}, which begins at the peak rate: the rate never falls"
+    assert {schedule.at(step) for step in range(warmup, 10)} <= {1e-3}
+    assert describe_schedule(Schedule(1e-3, warmup=0, steps=10, decay_ratio=0.2)) == []
+
+
 def test_the_router_is_described() -> None:
     """Its precision, and what balances the load."""
     shape = MODELS["qwen3_debug"]

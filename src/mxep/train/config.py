@@ -185,7 +185,7 @@ class TrainConfig:
     warmup: Annotated[int | None, _also("lr_scheduler.warmup_steps")] = None
     """Steps of linear warmup."""
     lr_floor: Annotated[float, _also("lr_scheduler.min_lr_factor")] = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    """Learning rate after the last step, as a share of the peak."""
     decay_ratio: Annotated[float | None, _also("lr_scheduler.decay_ratio")] = None
     """Share of the steps, at the end, in which the rate decays; it is constant between warmup and decay (WSD). Default: decay from the
     warmup on; 0: never."""

@@ -85,10 +85,13 @@ def describe_chat(corpus: Corpus, seq_len: int) -> list[str]:
 
 
 def describe_schedule(schedule: Schedule) -> list[str]:
-    """A line if the learning rate cannot follow the options: the warmup is too long, or the decay begins in it."""
+    """A line if the learning rate cannot follow the options: the warmup is too long, or the decay begins in it or is too short."""
     s = schedule
     if s.warmup > s.steps:
         return [f"--warmup={s.warmup} is longer than the run of {s.steps} steps: the rate never reaches {s.peak:g}"]
+    if s.decay_ratio and (left := s.steps - s.decay_start) < 2:
+        decay = f"leaves {left} to the decay, which begins at the peak rate: the rate never falls"
+        return [f"--decay-ratio={s.decay_ratio:g} of {s.steps} steps with the warmup of {s.warmup} {decay}"]
     if s.decay_ratio is not None and s.steps - round(s.decay_ratio * s.steps) < s.warmup:
         short = f"the rate falls in the last {s.steps - s.warmup}"
         return [f"--decay-ratio={s.decay_ratio:g} of {s.steps} steps begins in the warmup of {s.warmup}: {short}"]
