@@ -113,7 +113,8 @@ def test_options_that_may_never_change_are_refused_even_by_name(tmp_path: Path, 
     for name, was, now in (("seed", 0, 1), ("model", "dsv3_debug_cpu", "qwen3_debug_cpu")):
         with pytest.raises(ValueError, match=f"{name} was {was}, is {now};.* give the options it was made with$"):
             trainer(0, 1, str(tmp_path), **{**options, name: now})
-    with pytest.raises(ValueError, match=r"sequences_per_step was 2, is 4; give .* --change batch,seq-len$"):
+    made = r"\(data-parallel ranks 1 x --batch 4 x --accumulate 1; 2 with --batch 2\)"
+    with pytest.raises(ValueError, match=rf"sequences_per_step was 2, is 4 {made}; give .* --change batch,seq-len$"):
         trainer(0, 1, str(tmp_path), **{**options, "batch": 4, "seq_len": 16, "change": "seq-len"})
     with pytest.raises(ValueError, match=r"data was \w+, is \w+; give .* --change data,seq-len$"):
         trainer(0, 1, str(tmp_path), **{**options, "data": (other,), "seq_len": 16, "change": "seq-len"})

@@ -101,7 +101,8 @@ class Trainer:
         manifest = open_checkpoint(out / CHECKPOINTS, config.resume_step) if config.resume else None
         self.stage: dict[str, Difference] = {}  # differences from the run so far, by name
         if manifest is not None:
-            self.stage |= stage_changes(manifest, self._identity(), config.named_changes(), self._legacy_identity())
+            factors = {"data-parallel ranks": s.data_world, "--batch": s.batch, "--accumulate": config.accumulate}
+            self.stage |= stage_changes(manifest, self._identity(), config.named_changes(), self._legacy_identity(), factors)
             if manifest.step >= s.steps:
                 raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {s.steps} steps; ask for more with --steps")
         self.shape = routed_as_asked(s.shape, config)
@@ -110,7 +111,7 @@ class Trainer:
         self.chat = ChatRows(self.tokenizer, config.assistant_only_loss, config.data_field) if config.chat else None
         self.corpus = self._load_corpus()
         if manifest is not None:
-            self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {})
+            self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {}, {})
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
         self.transport = self._transport()
         if config.cuda_graph:
