@@ -121,6 +121,15 @@ def test_options_that_may_never_change_are_refused_even_by_name(tmp_path: Path, 
     assert set(mxep.train.resume._NAMED_BY.values()) == set(CHANGEABLE)
 
 
+def test_a_share_that_is_not_held_out_may_change(tmp_path: Path, text: str, other: str, one_rank: None) -> None:
+    """Also of a run that an older mxep began, which compared it."""
+    first_stage(tmp_path, text, validation_data=(other,))
+    options = {"data": (text,), "validation_data": (other,), "steps": 12, "resume": True, "held_out_share": 0.1}
+    assert trainer(0, 1, str(tmp_path), **options).step_count == 3
+    written_before(find_checkpoint(tmp_path / "checkpoints"), lambda facts: facts["identity"].update(held_out_share=0.02))
+    assert trainer(0, 1, str(tmp_path), **options).step_count == 3
+
+
 def test_names_of_changes() -> None:
     for wrong in ("lr", "seed", "data,steps"):
         with pytest.raises(ValueError, match="want data, seq-len, batch; other options may differ without being named"):

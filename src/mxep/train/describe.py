@@ -129,10 +129,17 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.pp == 1:
         yield "pp_schedule", "without pipeline stages (--pp above 1)"
         yield "microbatch", "without pipeline stages (--pp above 1)"
+    if config.validation_data:
+        yield "held_out_share", "with --validation-data, which is held out"
+    if config.decay_ratio == 0:
+        yield "decay_type", "with --decay-ratio 0, where the rate never falls"
+        yield "lr_floor", "with --decay-ratio 0, where the rate never falls"
     if config.profile_step is None:
         yield "profile_steps", "without --profile-step"
+        yield "profile_host", "without --profile-step"
     if not config.compile:
         yield "compile_components", "without --compile"
+        yield "compile_backend", "without --compile"
     if not config.converts(EXPERTS) or resolve_recipe(config.recipe).gemm != "mxfp8":
         yield "numerics_every", "where no experts multiply in MXFP8 (--recipe, --converters)"
     in_mx = any(resolve_recipe(name).gemm == "mxfp8" for name in (config.recipe, config.output_recipe))

@@ -517,7 +517,7 @@ class Trainer:
             "seq_len": s.seq_len,
             "sequences_per_step": s.data_world * s.batch * c.accumulate,
             "seed": c.seed,
-            "held_out_share": c.held_out_share,
+            **({} if c.validation_data else {"held_out_share": c.held_out_share}),
             "optimizer": c.optimizer,
             "dtype": c.dtype,
             "tokenizer": self.tokenizer.fingerprint,
