@@ -206,6 +206,10 @@ def test_a_step_to_resume_from(tmp_path: Path) -> None:
         TrainConfig(resume_step=3)
     with pytest.raises(ValueError, match="--resume-step=3: give --resume with it, not auto"):
         TrainConfig(resume="auto", resume_step=3)
+    for last in (2, 3):
+        with pytest.raises(ValueError, match=f"--stop-after={last} with --resume-step=3, want a later step: nothing is trained"):
+            TrainConfig(resume=True, resume_step=3, stop_after=last)
+    assert TrainConfig(resume=True, resume_step=3, stop_after=4).stop_after == 4
 
 
 def test_a_run_resumes_from_no_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

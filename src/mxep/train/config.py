@@ -318,6 +318,8 @@ class TrainConfig:
             raise ValueError("--compare with --resume: resume each of the two runs in its own folder")
         if self.resume_step is not None and self.resume is not True:
             raise ValueError(f"--resume-step={self.resume_step}: give --resume with it" + (", not auto" if self.resume else ""))
+        if self.resume_step is not None and self.stop_after is not None and self.stop_after <= self.resume_step:
+            raise ValueError(f"--stop-after={self.stop_after} with --resume-step={self.resume_step}, want a later step: nothing is trained")
         if self.max_grad_norm == math.inf:
             raise ValueError("--max-grad-norm=inf, want a finite number; 0 disables clipping")
         for name, value in self.to_json().items():  # what a file cannot hold would make the run unreadable
