@@ -314,6 +314,7 @@ def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path, unit: str =
 
 def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "token") -> None:
     """What `plot_losses` draws, on axes of matplotlib."""
+    runs = {name.replace("$", r"\$"): records for name, records in runs.items()}  # matplotlib would read a formula
     for index, (name, records) in enumerate(runs.items()):
         color = f"C{index}"
         prefix = f"{name}: " if len(runs) > 1 else ""
