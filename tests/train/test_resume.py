@@ -183,7 +183,9 @@ def test_a_start_that_is_refused_changes_nothing(
     tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """The next start moves the newer checkpoint aside, and copies its metrics. One from the newest checkpoint repeats steps alone."""
+    tmp_path /= "my run"
     first_stage(tmp_path, text, checkpoint_every=1)
+    assert f"stopped after step 3 of 12; resume with: mxep train --resume --out '{tmp_path}'\n" in capsys.readouterr().out
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     options = {"data": (text,), "steps": 12, "resume": True, "resume_step": 2, "checkpoint_every": 100, "stop_after": 3}
     with monkeypatch.context() as patch:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -355,7 +356,8 @@ class Trainer:
             kept = f"checkpoint {self.out / CHECKPOINTS}" if c.checkpoint else "no checkpoint (--no-checkpoint)"
             log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}" + ("" if plot is None else f", plot {plot}"))
             if self.step_count < s.steps and c.checkpoint:
-                log.say(f"stopped after step {self.step_count} of {s.steps}; resume with: mxep train --resume --out {self.out}")
+                resume = f"mxep train --resume --out {shlex.quote(str(self.out))}"
+                log.say(f"stopped after step {self.step_count} of {s.steps}; resume with: {resume}")
             if self.skipped.stop is not None:
                 raise FloatingPointError(self.skipped.stop)
         return self.step_count == s.steps
