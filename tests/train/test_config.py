@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import time
@@ -47,6 +48,23 @@ def test_settle_refuses(options: dict, message: str) -> None:
 @pytest.mark.parametrize("options", [{"steps": 0}, {"lr": -1.0}, {"lr": float("nan")}, {"warmup": -1}, {"lr_floor": 2.0}, {"keep": 0}])
 def test_bad_values(options: dict) -> None:
     with pytest.raises(ValueError, match="--" + next(iter(options)).replace("_", "-")):
+        TrainConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_grad_norm": math.inf}, "--max-grad-norm=inf, want a finite number; 0 disables clipping"),
+        ({"lr": math.inf}, "--lr = inf, want a finite number of 64 bits"),
+        ({"held_out_share": math.nan}, "--held-out-share = nan, want a finite number"),
+        ({"seed": 2**63}, "--seed = 9223372036854775808, want a whole number of 64 bits"),
+        ({"data": ("caf\udce9",)}, r"--data = \['caf\\udce9'\], want text in UTF-8; give the file another name"),
+        ({"out": Path("caf\udce9")}, r"--out = 'caf\\udce9', want text in UTF-8"),
+    ],
+)
+def test_values_that_no_file_can_hold_are_refused(options: dict, message: str) -> None:
+    """A run that trained with them could not be resumed."""
+    with pytest.raises(ValueError, match=message):
         TrainConfig(**options)
 
 
@@ -97,6 +115,10 @@ def test_resume_takes_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytes
     assert config.out == Path("runs/second")
     config = read_options(["--resume", "--out", "runs/first", "--lr", "0.25"])
     assert (config.steps, config.lr) == (5, 0.25)
+    arm = Path("runs/both/bf16")
+    (arm / "checkpoints" / "step_00000003").mkdir(parents=True)
+    save_config(TrainConfig(steps=7), arm)
+    assert read_options(["--resume"]).out == arm, "of an interrupted --compare"
 
 
 def test_the_fused_experts_are_switched_off_and_on_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

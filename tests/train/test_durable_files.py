@@ -172,10 +172,12 @@ def test_a_write_that_is_cut_off_leaves_the_old_file(tmp_path: Path) -> None:
         write(log, 1, 2, 3)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with full_beyond(10):
-        for rewrite in (lambda: save_config(TrainConfig(steps=8), tmp_path), lambda: MetricsLog(tmp_path, steps=9, start_step=2)):
+        resumed = MetricsLog(tmp_path, steps=9, start_step=2)
+        for rewrite in (lambda: save_config(TrainConfig(steps=8), tmp_path), resumed.__enter__):
             with pytest.raises(OSError, match="File too large"):
                 rewrite()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert load_config(tmp_path).steps == 7
-    MetricsLog(tmp_path, steps=9, start_step=2)
+    with MetricsLog(tmp_path, steps=9, start_step=2):
+        pass
     assert lines(tmp_path) == [1, 2]

@@ -97,6 +97,14 @@ def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> N
     assert not read_options([f"--job.config_file={path}", "--no-force-balance"]).force_balance
 
 
+def test_paths_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    toml(tmp_path, 'tokenizer = "~/words"\ndata-cache = "~nobody-here/x"')
+    config = read_options(["--config=~/run.toml", "--out=~/runs/x", "--init-from", "~/hf"])
+    assert (config.out, config.init_from, config.tokenizer) == (tmp_path / "runs/x", tmp_path / "hf", tmp_path / "words")
+    assert config.data_cache == Path("~nobody-here/x")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -198,6 +206,25 @@ def test_a_step_to_resume_from(tmp_path: Path) -> None:
         TrainConfig(resume_step=3)
     with pytest.raises(ValueError, match="--resume-step=3: give --resume with it, not auto"):
         TrainConfig(resume="auto", resume_step=3)
+    for last in (2, 3):
+        with pytest.raises(ValueError, match=f"--stop-after={last} with --resume-step=3, want a later step: nothing is trained"):
+            TrainConfig(resume=True, resume_step=3, stop_after=last)
+    assert TrainConfig(resume=True, resume_step=3, stop_after=4).stop_after == 4
+
+
+def test_a_run_resumes_from_no_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would not be loaded; the same folder may be named again, as a scheduler does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
+    words = ["--resume", "--out", str(tmp_path)]
+    save_config(TrainConfig(init_from=Path("hf")), tmp_path)
+    for same in ([], ["--init-from", "hf"], ["--init-from", str(tmp_path / "hf")]):
+        assert read_options([*words, *same]).init_from in (Path("hf"), tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"--init-from=other, but .* began from hf, and resumes from its checkpoint; leave it out"):
+        read_options([*words, "--init-from", "other"])
+    save_config(TrainConfig(), tmp_path)
+    with pytest.raises(ValueError, match=r"--init-from=hf, but .* began from random weights"):
+        read_options([*words, "--init-from", "hf"])
 
 
 def test_options_that_need_each_other_may_come_from_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +316,24 @@ def test_presets_by_name_and_flavor() -> None:
         chosen_model(TrainConfig(model="dsv3_16b", model_name="deepseek_v3", model_flavor="671B"))
 
 
+def test_the_command_lines_model_overrides_the_files_by_any_name(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (out / "checkpoints" / "step_00000003").mkdir(parents=True)
+    flavor, preset = "[model]\nname = 'deepseek_v3'\nflavor = '16B'", "model = 'dsv3_16b'"
+    for text, words, model in (
+        (flavor, ["--model", "qwen3_debug"], "qwen3_debug"),
+        (flavor, ["--model-flavor", "671B"], "dsv3_671b"),
+        (preset, ["--model.name=deepseek_v3", "--model.flavor=671B"], "dsv3_671b"),
+    ):
+        file = ["--config", str(toml(tmp_path, text))]
+        assert chosen_model(read_options([*file, *words])) == model
+        save_config(read_options(file), out)
+        assert chosen_model(read_options(["--resume", "--out", str(out), *words])) == model
+        save_config(read_options([*file, *words]), out)
+        resumed = read_options(["--resume", "--out", str(out), *file])
+        assert chosen_model(resumed) == "dsv3_16b"
+
+
 def test_layers_of_a_preset() -> None:
     for words in (["--layers", "8"], ["--num-layers=8"]):
         config = read_options(["--model.name=deepseek_v3", "--model.flavor=16B", *words])
@@ -314,6 +359,11 @@ def test_kernel_choices_are_printed_as_what_they_map_to() -> None:
         ({"pp_schedule": "Interleaved1F1B"}, {"pp": 2}),
         ({"microbatch": 2}, {"pp": 2}),
         ({"profile_steps": 5}, {"profile_step": 3}),
+        ({"profile_host": False}, {"profile_step": 3}),
+        ({"compile_backend": "eager"}, {"compile": True}),
+        ({"held_out_share": 0.4, "validation_data": ("a",)}, {"validation_data": ()}),
+        ({"decay_type": "sqrt", "decay_ratio": 0.0}, {"decay_ratio": 0.1}),
+        ({"lr_floor": 0.5, "decay_ratio": 0.0}, {"decay_ratio": None}),
         ({"numerics_every": 9, "recipe": "bf16"}, {"recipe": "mxfp8"}),
         ({"numerics_every": 9, "converters": "quantize.linear.mx"}, {"converters": "quantize.grouped_mm.mx"}),
         ({"compile_components": "model"}, {"compile": True}),
@@ -382,6 +432,16 @@ def test_a_decay_that_overlaps_the_warmup_is_reported() -> None:
     line = "--decay-ratio=0.9 of 10 steps begins in the warmup of 4: the rate falls in the last 6"
     assert describe_schedule(Schedule(1e-3, warmup=4, steps=10, decay_ratio=0.9)) == [line]
     assert describe_schedule(Schedule(1e-3, warmup=4, steps=10, decay_ratio=0.6)) == []
+
+
+@pytest.mark.parametrize(("warmup", "ratio", "left"), [(0, 0.1, 1), (0, 0.04, 0), (9, 0.5, 1), (10, 1.0, 0)])
+def test_a_decay_without_a_lower_rate_is_reported(warmup: int, ratio: float, left: int) -> None:
+    schedule = Schedule(1e-3, warmup=warmup, steps=10, decay_ratio=ratio)
+    (line,) = describe_schedule(schedule)
+    start = f"--decay-ratio={ratio:g} of 10 steps with the warmup of {warmup} leaves {left} to the decay"
+    assert line == f"{start}, which begins at the peak rate: the rate never falls"
+    assert {schedule.at(step) for step in range(warmup, 10)} <= {1e-3}
+    assert describe_schedule(Schedule(1e-3, warmup=0, steps=10, decay_ratio=0.2)) == []
 
 
 def test_the_router_is_described() -> None:

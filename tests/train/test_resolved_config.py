@@ -82,6 +82,10 @@ def test_published_weights_have_the_yarn_of_their_folder(tmp_path: Path) -> None
         shape_of(init_from=without, model="dsv3_debug")
     with pytest.raises(ValueError, match="is a file, want a Hugging Face folder"):
         shape_of(init_from=without / "config.json")
+    with pytest.raises(ValueError, match=r"--layers=2 with --init-from=.*, whose weights are of all its layers; leave --layers out"):
+        shape_of(init_from=without, layers=2)
+    part = folder(tmp_path / "part", "dsv3_16b", num_hidden_layers=2)  # as `mxep convert` writes it
+    assert shape_of(init_from=part, model="dsv3_16b", layers=2).num_layers == 2
 
 
 def test_a_model_of_a_folder_trains_as_the_nearest_preset(tmp_path: Path) -> None:

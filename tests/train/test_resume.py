@@ -7,6 +7,7 @@ import doctest
 import itertools
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,21 @@ def test_options_that_may_never_change_are_refused_even_by_name(tmp_path: Path, 
     for name, was, now in (("seed", 0, 1), ("model", "dsv3_debug_cpu", "qwen3_debug_cpu")):
         with pytest.raises(ValueError, match=f"{name} was {was}, is {now};.* give the options it was made with$"):
             trainer(0, 1, str(tmp_path), **{**options, name: now})
-    with pytest.raises(ValueError, match=r"sequences_per_step was 2, is 4; give .* --change batch,seq-len$"):
+    made = r"\(data-parallel ranks 1 x --batch 4 x --accumulate 1; 2 with --batch 2\)"
+    with pytest.raises(ValueError, match=rf"sequences_per_step was 2, is 4 {made}; give .* --change batch,seq-len$"):
         trainer(0, 1, str(tmp_path), **{**options, "batch": 4, "seq_len": 16, "change": "seq-len"})
     with pytest.raises(ValueError, match=r"data was \w+, is \w+; give .* --change data,seq-len$"):
         trainer(0, 1, str(tmp_path), **{**options, "data": (other,), "seq_len": 16, "change": "seq-len"})
     assert set(mxep.train.resume._NAMED_BY.values()) == set(CHANGEABLE)
+
+
+def test_a_share_that_is_not_held_out_may_change(tmp_path: Path, text: str, other: str, one_rank: None) -> None:
+    """Also of a run that an older mxep began, which compared it."""
+    first_stage(tmp_path, text, validation_data=(other,))
+    options = {"data": (text,), "validation_data": (other,), "steps": 12, "resume": True, "held_out_share": 0.1}
+    assert trainer(0, 1, str(tmp_path), **options).step_count == 3
+    written_before(find_checkpoint(tmp_path / "checkpoints"), lambda facts: facts["identity"].update(held_out_share=0.02))
+    assert trainer(0, 1, str(tmp_path), **options).step_count == 3
 
 
 def test_names_of_changes() -> None:
@@ -166,6 +177,36 @@ def test_a_bare_resume_prints_no_changes(tmp_path: Path, text: str, one_rank: No
     assert "changed" not in shown
     assert "schedule" not in shown
     assert "change" not in {record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")}
+
+
+def test_a_start_that_is_refused_changes_nothing(
+    tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """The next start moves the newer checkpoint aside, and copies its metrics. One from the newest checkpoint repeats steps alone."""
+    tmp_path /= "my run"
+    first_stage(tmp_path, text, checkpoint_every=1)
+    assert f"stopped after step 3 of 12; resume with: mxep train --resume --out '{tmp_path}'\n" in capsys.readouterr().out
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    options = {"data": (text,), "steps": 12, "resume": True, "resume_step": 2, "checkpoint_every": 100, "stop_after": 3}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(ValueError, match="--tensorboard needs TensorBoard; pip install"):
+            trainer(0, 1, str(tmp_path), **options, tensorboard=True).train()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not trainer(0, 1, str(tmp_path), **options).train()
+    moved = tmp_path / "checkpoints" / "set_aside" / "step_00000003"
+    assert moved.is_dir()
+    copy = tmp_path / "set_aside" / "metrics.jsonl"
+    assert copy.read_bytes() == before[tmp_path / "metrics.jsonl"]
+    shown = capsys.readouterr().out
+    assert f"step_00000003 is newer than step 2, from which the run resumes; it was moved to {moved}" in shown
+    assert f"metrics: lines of {tmp_path / 'metrics.jsonl'} after step 2 are removed; a copy with all of them is {copy}" in shown
+
+    killed = tmp_path / "metrics.jsonl"  # in step 5, after the checkpoint of step 3
+    killed.write_text(killed.read_text() + json.dumps({"kind": "step", "step": 4, "loss": 1.0}) + "\n")
+    assert not trainer(0, 1, str(tmp_path), **{**options, "resume_step": None, "stop_after": 4}).train()
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert list(copy.parent.iterdir()) == [copy]
 
 
 def test_a_step_to_profile_that_is_over_is_reported(tmp_path: Path, text: str, one_rank: None) -> None:

@@ -342,10 +342,12 @@ def test_a_run_on_gpus_learns_and_resumes(tmp_path: Path, text: str, nproc: int,
     assert records[-1]["loss"] < records[0]["loss"] - 2
 
 
-def test_plot_of_nothing_and_of_two_runs(tmp_path: Path) -> None:
+def test_plot_of_nothing_and_of_any_names(tmp_path: Path) -> None:
     records = [{"kind": "step", "step": i, "loss": 5.0 / i} for i in range(1, 5)] + [{"kind": "held_out", "step": 4, "loss": 1.5}]
-    plot_losses({"a": records, "b": []}, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").stat().st_size > 1000
+    for runs in ({"a": records, "b": []}, {"cost_$5_^a$": records}, {"cost_$5_^a$": records, "$^$": records}):
+        plot_losses(runs, tmp_path / "loss.png")  # the second is no formula
+        assert (tmp_path / "loss.png").stat().st_size > 1000
+        (tmp_path / "loss.png").unlink()
 
 
 @pytest.mark.slow

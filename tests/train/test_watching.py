@@ -296,6 +296,19 @@ def test_a_used_folder_of_the_second_arm_is_an_error_before_the_first_is_trained
     assert f"{tmp_path / 'both' / 'bf16'} holds a run already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mx_arm", [["--recipe", "bf16", "--compare", "mxfp8"], ["--recipe", "mxfp8", "--compare", "bf16"]])
+def test_impossible_options_of_either_arm_are_an_error_before_the_first_is_trained(
+    mx_arm: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", lambda config, argv: pytest.fail("trained"))
+    options = ["--device", "cpu", "--model", "dsv3_debug_cpu", "--out", str(tmp_path / "both")]
+    assert command([*mx_arm, *options, "--linear-fqns", "nothing"]) == 2
+    assert "nothing" in capsys.readouterr().err
+    assert command([*mx_arm, *options, "--linear-fqns", "*"]) == 2
+    assert "want multiples of 32" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -423,8 +423,9 @@ def convergence_table(records: Records) -> str:
             cells = ["", "", ""]
             if ratio in record["ratios"]:
                 error = standard_error(arm["held_out"], record["arms"][baseline]["held_out"])
+                spread = "" if math.isnan(error) else f"{error:.1%}"
                 asked = f"asked: {record['target'][ratio] - 1:.1%} at most"
-                cells = [f"{record['ratios'][ratio] - 1:+.3%} ({asked})", f"{error:.1%}", range_verdict(record, name)]
+                cells = [f"{record['ratios'][ratio] - 1:+.3%} ({asked})", spread, range_verdict(record, name)]
             rows.append([f"{record_place(record)}, {what}", name, f"{arm['held_out_mean']:.4f}", seeds, *cells])
     against = "mean against bf16 | its standard error | within bf16's seeds"
     return markdown(f"held-out loss over the last tenth | recipe | mean | seeds | {against}", rows)

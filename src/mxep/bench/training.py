@@ -43,8 +43,9 @@ from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
 from mxep.train.config import TrainConfig
-from mxep.train.metrics import METRICS_FILE, read_metrics
+from mxep.train.metrics import read_metrics
 from mxep.train.option_parser import field_of, read_options, read_toml
+from mxep.train.run_folder import METRICS_FILE
 
 UTILIZATIONS = {"mfu": "MFU", "mfu_causal": "MFU, causal attention halved", "hfu": "HFU"}  # of a step, and what a table calls them
 BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"

@@ -33,11 +33,11 @@ from mxep.models.presets import DecoderConfig
 from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import TrainConfig, split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
-from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
+from mxep.train.metrics import last_step, read_metrics
 from mxep.train.option_parser import field_of, read_options, read_toml
 from mxep.train.rank_control import GUARD_VARIABLE, describe_guard, stop_signals
 from mxep.train.resolved_config import ResolvedConfig, resolve
-from mxep.train.run_folder import CHECKPOINTS, list_checkpoints, step_of
+from mxep.train.run_folder import CHECKPOINTS, METRICS_FILE, list_checkpoints, step_of
 
 PROGRAM = "mxep convergence"
 PLAN_FILE, CORPUS_FILE, LOG_FILE = "plan.json", "corpus.jsonl", "log.txt"

@@ -12,6 +12,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from mxep.train.run_folder import METRICS_FILE
+
 COMPARISON_FILE = "compare.json"
 COMPARISON_PLOT = "compare.png"
 _WARM_UP = 2  # steps that are not timed
@@ -27,7 +29,7 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
         train: (recipe, folder) -> exit status, and whether a signal asked to end; seed and data are the same for both.
         steps: of an arm. After a signal the other one is not trained.
     """
-    from mxep.train.metrics import METRICS_FILE, last_step, read_metrics
+    from mxep.train.metrics import last_step, read_metrics
 
     runs: Runs = {}
     for recipe in recipes:

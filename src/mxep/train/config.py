@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
+import os
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,7 +185,7 @@ class TrainConfig:
     warmup: Annotated[int | None, _also("lr_scheduler.warmup_steps")] = None
     """Steps of linear warmup."""
     lr_floor: Annotated[float, _also("lr_scheduler.min_lr_factor")] = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    """Learning rate after the last step, as a share of the peak."""
     decay_ratio: Annotated[float | None, _also("lr_scheduler.decay_ratio")] = None
     """Share of the steps, at the end, in which the rate decays; it is constant between warmup and decay (WSD). Default: decay from the
     warmup on; 0: never."""
@@ -282,6 +285,9 @@ class TrainConfig:
     """No option: the shape of the model. A run saves it at its start, so that it resumes after files or presets have changed."""
 
     def __post_init__(self) -> None:
+        for name in _PATHS:
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(os.path.expanduser(path)))  # the shell leaves --out=~/x as it is
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
         degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp", "microbatch", "profile_steps", "profile_step", "numerics_every")
         for name in (*positive, *degrees, "keep", "log_every", "stop_after", "layers", "resume_step"):
@@ -312,6 +318,12 @@ class TrainConfig:
             raise ValueError("--compare with --resume: resume each of the two runs in its own folder")
         if self.resume_step is not None and self.resume is not True:
             raise ValueError(f"--resume-step={self.resume_step}: give --resume with it" + (", not auto" if self.resume else ""))
+        if self.resume_step is not None and self.stop_after is not None and self.stop_after <= self.resume_step:
+            raise ValueError(f"--stop-after={self.stop_after} with --resume-step={self.resume_step}, want a later step: nothing is trained")
+        if self.max_grad_norm == math.inf:
+            raise ValueError("--max-grad-norm=inf, want a finite number; 0 disables clipping")
+        for name, value in self.to_json().items():  # what a file cannot hold would make the run unreadable
+            value_from_file(f"--{name.replace('_', '-')}", value, _hints()[name])
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -360,10 +372,15 @@ class TrainConfig:
         Raises:
             ValueError: an unknown name, or a value of a wrong type or range.
         """
-        hints = get_type_hints(TrainConfig)
+        hints = _hints()
         if unknown := sorted(set(values) - set(hints)):
             raise ValueError(f"saved settings: unknown {', '.join(unknown)}; written by another version of mxep?")
         return TrainConfig(**{name: value_from_file(name, value, hints[name]) for name, value in {**LEGACY_VALUES, **values}.items()})
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(TrainConfig)
 
 
 def split_names(names: str) -> list[str]:
@@ -401,9 +418,14 @@ def value_from_file(where: str, value: Any, hint: Any) -> Any:
     """
     kinds = [get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,))]
     strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    texts = value if strings else [value] if isinstance(value, str) else []
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} = {repr(value)[:80]}, want text in UTF-8; give the file another name") from error
     found = value
-    if tuple in kinds and (strings or isinstance(value, str)):
-        found = tuple(value) if strings else (value,)
+    if tuple in kinds and (strings or texts):
+        found = tuple(texts)
     elif str in kinds and strings:
         found = ",".join(value)
     elif Path in kinds and isinstance(value, str) and "\0" not in value:

@@ -85,10 +85,13 @@ def describe_chat(corpus: Corpus, seq_len: int) -> list[str]:
 
 
 def describe_schedule(schedule: Schedule) -> list[str]:
-    """A line if the learning rate cannot follow the options: the warmup is too long, or the decay begins in it."""
+    """A line if the learning rate cannot follow the options: the warmup is too long, or the decay begins in it or is too short."""
     s = schedule
     if s.warmup > s.steps:
         return [f"--warmup={s.warmup} is longer than the run of {s.steps} steps: the rate never reaches {s.peak:g}"]
+    if s.decay_ratio and (left := s.steps - s.decay_start) < 2:
+        decay = f"leaves {left} to the decay, which begins at the peak rate: the rate never falls"
+        return [f"--decay-ratio={s.decay_ratio:g} of {s.steps} steps with the warmup of {s.warmup} {decay}"]
     if s.decay_ratio is not None and s.steps - round(s.decay_ratio * s.steps) < s.warmup:
         short = f"the rate falls in the last {s.steps - s.warmup}"
         return [f"--decay-ratio={s.decay_ratio:g} of {s.steps} steps begins in the warmup of {s.warmup}: {short}"]
@@ -126,10 +129,17 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.pp == 1:
         yield "pp_schedule", "without pipeline stages (--pp above 1)"
         yield "microbatch", "without pipeline stages (--pp above 1)"
+    if config.validation_data:
+        yield "held_out_share", "with --validation-data, which is held out"
+    if config.decay_ratio == 0:
+        yield "decay_type", "with --decay-ratio 0, where the rate never falls"
+        yield "lr_floor", "with --decay-ratio 0, where the rate never falls"
     if config.profile_step is None:
         yield "profile_steps", "without --profile-step"
+        yield "profile_host", "without --profile-step"
     if not config.compile:
         yield "compile_components", "without --compile"
+        yield "compile_backend", "without --compile"
     if not config.converts(EXPERTS) or resolve_recipe(config.recipe).gemm != "mxfp8":
         yield "numerics_every", "where no experts multiply in MXFP8 (--recipe, --converters)"
     in_mx = any(resolve_recipe(name).gemm == "mxfp8" for name in (config.recipe, config.output_recipe))

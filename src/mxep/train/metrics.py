@@ -22,13 +22,12 @@ from mxep.device import total_memory
 from mxep.extras import install_command
 from mxep.train.durable_files import append, replace_file
 from mxep.train.output import Output, console
-from mxep.train.run_folder import set_aside
+from mxep.train.run_folder import METRICS_FILE, set_aside
 from mxep.train.step import SkippedStep
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 GIB = 1 << 30
@@ -102,7 +101,7 @@ def progress_notes(enabled: bool) -> Callable[[str], None]:
 
 
 class MetricsLog:
-    """Writes every record as one JSON line, prints some of them, and shows a progress bar on a terminal.
+    """Writes every record as one JSON line, prints some of them, and shows a progress bar on a terminal. Entering it opens its files.
 
     Output that fails is dropped and the run goes on: printed lines, lines of the JSONL, figures for TensorBoard, the plot. Each failure is
     printed once, and the JSONL gets a line of kind "lost_output" as soon as it can be written.
@@ -137,22 +136,25 @@ class MetricsLog:
         self._progress = Progress(console=self.console, disable=not (enabled and self.console.is_terminal), transient=True)
         self._task = self._progress.add_task("training", total=steps, completed=start_step)
         self._evaluated: set[int] = set()  # steps whose evaluation is in the file already
-        if enabled:
-            path = out / METRICS_FILE
+        self._lost: list[str] = []  # failures that are not in the JSONL yet
+        self._failing = False  # the last write to the JSONL failed
+        self._summary_writer = _import_tensorboard() if tensorboard and enabled else None
+        self._tensorboard: SummaryWriter | None = None
+
+    def __enter__(self) -> MetricsLog:
+        start_step = self._last_step
+        if self.enabled:
+            path = self.out / METRICS_FILE
             if not start_step and path.exists() and path.stat().st_size:
                 self.say(f"metrics: {path} is of a run from which this one does not resume; it was moved to {set_aside(path)}")
             read = _read_lines(path, self.say)
             kept = [(line, record) for line, record in read if record is None or record.get("step", 0) <= start_step]
             self._evaluated = {record["step"] for _, record in kept if record is not None and record["kind"] == "held_out"}
             replace_file(path, b"".join(line + b"\n" for line, _ in kept))
-        self._lost: list[str] = []  # failures that are not in the JSONL yet
-        self._failing = False  # the last write to the JSONL failed
-        self._tensorboard: SummaryWriter | None = None
-        if tensorboard and enabled:
-            with self._surviving(f"TensorBoard: {out / TENSORBOARD_FOLDER}", "it gets no figures"):
-                self._tensorboard = _summary_writer(out / TENSORBOARD_FOLDER, start_step)
-
-    def __enter__(self) -> MetricsLog:
+        if self._summary_writer is not None:
+            with self._surviving(f"TensorBoard: {self.out / TENSORBOARD_FOLDER}", "it gets no figures"):
+                hidden_from = start_step + 1 if start_step else 0  # 0: the run was killed before its first checkpoint
+                self._tensorboard = self._summary_writer(str(self.out / TENSORBOARD_FOLDER), purge_step=hidden_from)
         self._progress.start()
         return self
 
@@ -312,6 +314,7 @@ def plot_losses(runs: dict[str, list[dict[str, Any]]], target: Path, unit: str =
 
 def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "token") -> None:
     """What `plot_losses` draws, on axes of matplotlib."""
+    runs = {name.replace("$", r"\$"): records for name, records in runs.items()}  # matplotlib would read a formula
     for index, (name, records) in enumerate(runs.items()):
         color = f"C{index}"
         prefix = f"{name}: " if len(runs) > 1 else ""
@@ -334,15 +337,10 @@ def draw_losses(axes: Any, runs: dict[str, list[dict[str, Any]]], unit: str = "t
     axes.legend(frameon=False)
 
 
-def _summary_writer(folder: Path, start_step: int) -> SummaryWriter:
-    """TensorBoard's writer, which hides what earlier event files have after `start_step`.
-
-    Raises:
-        ValueError: TensorBoard is not installed.
-        OSError: the event file cannot be written.
-    """
+def _import_tensorboard() -> type[SummaryWriter]:
+    """TensorBoard's writer. Raises ValueError if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ValueError(f"--tensorboard needs TensorBoard; {install_command('tensorboard')}") from error
-    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)  # 0: the run was killed before its first checkpoint
+    return SummaryWriter

@@ -51,11 +51,16 @@ class Schedule:
     decay_ratio: float | None = None
     decay_type: str = "cosine"
 
+    @property
+    def decay_start(self) -> int:
+        """The first step of the decay, which still has the peak rate."""
+        return self.warmup if self.decay_ratio is None else max(self.warmup, self.steps - round(self.decay_ratio * self.steps))
+
     def at(self, step: int) -> float:
         """Learning rate of the optimizer step with this number, counted from 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
-        start = self.warmup if self.decay_ratio is None else max(self.warmup, self.steps - round(self.decay_ratio * self.steps))
+        start = self.decay_start
         if step < start or self.decay_ratio == 0:
             return self.peak
         progress = min((step - start) / max(self.steps - start, 1), 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,7 +59,8 @@ def read_options(argv: Sequence[str]) -> TrainConfig:
     --resume auto becomes False if there is no checkpoint.
 
     Raises:
-        ValueError: unknown options, a file that is not TOML, --resume without a run to resume, --resume auto without --out.
+        ValueError: unknown options, a file that is not TOML, --resume without a run to resume or with another --init-from, --resume auto
+            without --out.
         SystemExit: bad values, after a message; or --help.
     """
     check_names(argv)
@@ -67,7 +69,10 @@ def read_options(argv: Sequence[str]) -> TrainConfig:
         raise SystemExit(0)
     argv = join_repeated(_with_bare_resume(argv))
     first = tyro.cli(TrainConfig, args=argv, prog=PROGRAM)
+    named = {field_of(word) for word in argv}
     given = {} if first.config is None else read_toml(first.config)
+    below = _other_names_of_model({*given, *named})  # of the resumed run
+    given |= _other_names_of_model(named)
     try:
         default = dataclasses.replace(TrainConfig(), **given)
     except ValueError as error:
@@ -83,9 +88,24 @@ def read_options(argv: Sequence[str]) -> TrainConfig:
     out = config.out or newest_run()
     find_checkpoint(out / CHECKPOINTS, config.resume_step)
     saved = load_config(out)
-    config = tyro.cli(TrainConfig, args=[*argv, "--out", str(out)], prog=PROGRAM, default=dataclasses.replace(saved, **given))
+    default = dataclasses.replace(saved, **below | given)
+    config = tyro.cli(TrainConfig, args=[*argv, "--out", str(out)], prog=PROGRAM, default=default)
+    folders = [one and os.path.realpath(one) for one in (config.init_from, saved.init_from)]
+    if folders[0] != folders[1]:
+        began = "random weights" if saved.init_from is None else saved.init_from
+        raise ValueError(
+            f"--init-from={config.init_from}, but {out} began from {began}, and resumes from its checkpoint; leave it out, or begin a new "
+            "run with another --out"
+        )
     same_model = (chosen_model(config), config.layers) == (chosen_model(saved), saved.layers)
     return config if same_model else dataclasses.replace(config, shape=None)
+
+
+def _other_names_of_model(given: set[str | None]) -> dict[str, None]:
+    """The options that name the model in another way than `given` ones do: a file, or a resumed run, loses them."""
+    if "model" in given:
+        return {"model_name": None, "model_flavor": None}
+    return {"model": None} if {"model_name", "model_flavor"} & given else {}
 
 
 def _with_bare_resume(argv: Sequence[str]) -> list[str]:

@@ -36,7 +36,7 @@ from mxep.train.rank_control import (
     stop_signals,
     watch_starter,
 )
-from mxep.train.resolved_config import resolve
+from mxep.train.resolved_config import ResolvedConfig, resolve
 from mxep.train.run_folder import choose_run_folder
 from mxep.train.run_lock import RunLockLostError
 
@@ -119,18 +119,30 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
         raise ValueError(f"--compare={config.compare} is the recipe that is trained anyway, want another than --recipe={config.recipe}")
     settings = resolve(config, *plan_ranks(config))
     folder, recipes = choose_run_folder(config, settings.model), (config.recipe, config.compare)
-    for recipe in recipes:  # fail before the first one is trained
-        choose_run_folder(dataclasses.replace(config, out=folder / recipe), settings.model)
-
-    def train(recipe: str, out: Path) -> tuple[int, bool]:
-        arm = dataclasses.replace(config, recipe=recipe, out=out, compare=None)
-        own = ["--recipe", recipe, "--out", str(out), "--compare", "None"]
+    arms: dict[str, tuple[TrainConfig, list[str]]] = {}
+    for recipe in recipes:  # both are checked before the first one is trained
+        arm = dataclasses.replace(config, recipe=recipe, out=folder / recipe, compare=None)
+        own = ["--recipe", recipe, "--out", str(arm.out), "--compare", "None"]
         if resolve_recipe(recipe).gemm == "hp":  # then all of it is in high precision
             arm = dataclasses.replace(arm, output_recipe="bf16", linear_recipe=config.linear_recipe and "bf16")
             own += ["--output-recipe", "bf16", *(["--linear-recipe", "bf16"] if config.linear_recipe else [])]
-        return _run_ranks(arm, [*argv, *own])
+        choose_run_folder(arm, settings.model)
+        _check_buildable(arm, settings)
+        arms[recipe] = arm, [*argv, *own]
+    return train_both(
+        recipes, folder, lambda recipe, _: _run_ranks(*arms[recipe]), min(settings.steps, config.stop_after or settings.steps)
+    )
 
-    return train_both(recipes, folder, train, min(settings.steps, config.stop_after or settings.steps))
+
+def _check_buildable(config: TrainConfig, settings: ResolvedConfig) -> None:
+    """Raise the ValueError that every rank would raise where it builds the model."""
+    import torch
+
+    from mxep.train.build import build_options, build_whole
+    from mxep.train.linear_choice import choose_linears
+
+    chosen = choose_linears(config, settings.shape, settings.forward_tokens, torch.device("cpu"))  # "auto" names what can be converted
+    build_whole(settings.shape, build_options(chosen))
 
 
 def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:

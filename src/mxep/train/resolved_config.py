@@ -68,7 +68,8 @@ def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
     """The model of a run. A shape that the run has saved takes precedence over files and presets.
 
     Raises:
-        ValueError: no such model or folder; a config.json that our models do not cover, or of another model than --model.
+        ValueError: no such model or folder; a config.json that our models do not cover, or of another model than --model; --layers of
+            a folder with weights.
     """
     named = chosen_model(config)
     if config.shape is not None:
@@ -78,6 +79,8 @@ def choose_model(config: TrainConfig, device_type: str) -> ModelChoice:
         got = "is a file" if folder.is_file() else "does not exist"
         raise ValueError(f"--init-from={folder} {got}, want a Hugging Face folder with its config.json and weights")
     if named is None and folder is not None:
+        if config.layers is not None:
+            raise ValueError(f"--layers={config.layers} with --init-from={folder}, whose weights are of all its layers; leave --layers out")
         named = str(folder)
     name, shape, notes = find_model(named or default_model(device_type), config.layers)
     if folder is None:

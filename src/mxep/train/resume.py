@@ -4,10 +4,12 @@ A change of data, sequence length or batch begins a new stage of the run, which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mxep.field_types import listed
 from mxep.json_files import typed
 from mxep.models.presets import TRAINING_FIELDS
 from mxep.train.checkpoint import Manifest
@@ -19,13 +21,16 @@ _NAMED_BY = {"data": "data", "held_out_share": "data", "seq_len": "seq-len", "ya
 _ORDER = ("data", "seq_len")  # these determine the order of the sequences; the batch does not
 
 
-def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence[str], legacy: Mapping[str, Any]) -> dict[str, Difference]:
+def stage_changes(
+    manifest: Manifest, wanted: Mapping[str, Any], named: Sequence[str], legacy: Mapping[str, Any], factors: Mapping[str, int]
+) -> dict[str, Difference]:
     """The allowed differences between this start and the checkpoint's run.
 
     Args:
         wanted: identity of this start, as far as it is known.
         named: what may differ, see `TrainConfig.change`.
         legacy: identity values for older runs, which did not save them.
+        factors: of the sequences of a step, by name.
 
     Raises:
         ValueError: something differs that is not named, or that must never differ.
@@ -34,11 +39,25 @@ def stage_changes(manifest: Manifest, wanted: Mapping[str, Any], named: Sequence
     different = identity_differences({**legacy, **identity}, wanted)
     refused = [name for name in different if _NAMED_BY.get(name) not in named]
     if refused:
-        listed = "; ".join(f"{name} was {different[name][0]}, is {different[name][1]}" for name in refused)
+        shown = [f"{name} was {different[name][0]}, is {different[name][1]}" for name in refused]
+        if "sequences_per_step" in refused and isinstance(was := different["sequences_per_step"][0], int):
+            shown[refused.index("sequences_per_step")] += f" ({_ways_to(was, factors)})"
         names = {_NAMED_BY.get(name, "") for name in different}
         way = f", or begin a new stage of it with --change {','.join(sorted({*named, *names}))}" if all(names) else ""
-        raise ValueError(f"resume: {manifest.path} cannot be resumed exactly: {listed}; give the options it was made with{way}")
+        raise ValueError(f"resume: {manifest.path} cannot be resumed exactly: {'; '.join(shown)}; give the options it was made with{way}")
     return different
+
+
+def _ways_to(product: int, factors: Mapping[str, int]) -> str:
+    """The factors, and the values of each that alone make their product this one.
+
+    >>> _ways_to(8, {"data-parallel ranks": 1, "--batch": 3, "--accumulate": 4}), _ways_to(4, {"--batch": 3})
+    ('data-parallel ranks 1 x --batch 3 x --accumulate 4; 8 with --batch 2', '--batch 3; 4 with --batch 4')
+    """
+    now = math.prod(factors.values())
+    ways = [f"{name} {value * product // now}" for name, value in factors.items() if value * product % now == 0]
+    parts = " x ".join(f"{name} {value}" for name, value in factors.items())
+    return f"{parts}; {product} with {listed(ways)}" if ways else parts
 
 
 def identity_differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Difference]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,7 +52,7 @@ def run(config: TrainConfig, argv: Sequence[str], ranks: Ranks) -> bool:
             return Trainer(config, ranks, out, lock).train()
         except DamagedCheckpointError as error:
             good = find_good(out / CHECKPOINTS, config.resume_step)
-            command = f"resume from the last good one with: mxep train --resume --resume-step {good} --out {out}"
+            command = f"resume from the last good one with: mxep train --resume --resume-step {good} --out {shlex.quote(str(out))}"
             raise ValueError(f"{error}; {'there is no other good one in that folder' if good is None else command}") from error
 
 

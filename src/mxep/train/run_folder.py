@@ -15,11 +15,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mxep.train.config import CONFIG_FILE, TrainConfig
+from mxep.train.durable_files import replace_file
 from mxep.train.run_lock import RunLock, check_unlocked, lock_run_folder
 
 CHECKPOINTS = "checkpoints"
 STEP_PREFIX = "step_"
 SET_ASIDE = "set_aside"
+METRICS_FILE = "metrics.jsonl"
 RUNS = Path("runs")
 
 
@@ -77,32 +79,37 @@ def remove_unpublished(folder: Path) -> None:
         discard(path)
 
 
-def set_aside(path: Path) -> Path:
-    """Move a file or folder to set_aside/ beside it, under a name that is free there; returns where it is now."""
+def set_aside(path: Path, *, copy: bool = False) -> Path:
+    """Move a file or folder to set_aside/ beside it, under a name that is free there, or copy a file; returns where it is now."""
     number, target = 1, path.parent / SET_ASIDE / path.name
     target.parent.mkdir(exist_ok=True)
     while target.exists():
         number += 1
         target = target.with_name(f"{path.name}.{number}")
-    os.replace(path, target)
+    if copy:
+        replace_file(target, path.read_bytes())
+    else:
+        os.replace(path, target)
     return target
 
 
-def set_aside_newer(folder: Path, step: int) -> list[str]:
-    """Move checkpoints of `folder` that are newer than `step` to <folder>/set_aside; returns a line for each.
+def set_aside_newer(out: Path, step: int) -> Iterator[str]:
+    """Move checkpoints of the run in `out` that are newer than `step` to checkpoints/set_aside; gives a line for each.
 
-    A run that resumes from `step` writes newer checkpoints of its own, with which the old ones would be confused.
+    A run that resumes from `step` writes newer checkpoints of its own, with which the old ones would be confused. The lines of its metrics
+    that belong to them are removed later, so metrics.jsonl is copied first. Without such checkpoints the removed steps are repeated.
     """
-    lines = []
-    for path in list_checkpoints(folder):
-        if step_of(path) > step:
-            lines.append(f"{path} is newer than step {step}, from which the run resumes; it was moved to {set_aside(path)}")
-    return lines
+    newer = [path for path in list_checkpoints(out / CHECKPOINTS) if step_of(path) > step]
+    if newer and (metrics := out / METRICS_FILE).exists():
+        yield f"metrics: lines of {metrics} after step {step} are removed; a copy with all of them is {set_aside(metrics, copy=True)}"
+    for path in newer:
+        yield f"{path} is newer than step {step}, from which the run resumes; it was moved to {set_aside(path)}"
 
 
 def newest_run(root: Path = RUNS) -> Path:
-    """The run below `root` with the latest checkpoint. Raises ValueError if there is none."""
-    found = [path.parent for path in root.glob(f"*/{CONFIG_FILE}") if list_checkpoints(path.parent / CHECKPOINTS)]
+    """The run below `root` with the latest checkpoint, also an arm of --compare. Raises ValueError if there is none."""
+    files = [*root.glob(f"*/{CONFIG_FILE}"), *root.glob(f"*/*/{CONFIG_FILE}")]
+    found = [path.parent for path in files if list_checkpoints(path.parent / CHECKPOINTS)]
     if not found:
         raise ValueError(f"resume: no checkpoint found under {root}/; start without --resume, or name the run's folder with --out")
     return max(found, key=lambda path: (path / CHECKPOINTS).stat().st_mtime)

@@ -148,7 +148,9 @@ class SkippedSteps:
         if self.in_a_row > self.allowed:
             self.stop = (
                 f"train: step {step}: {skipped.reason}; skipped {self.in_a_row} in a row, more than --max-skipped={self.allowed}; "
-                "none of them changed the weights: resume with --resume and a lower --lr, or a higher --max-skipped"
+                "none of them changed the weights: resume with --resume and a lower --lr, or a higher --max-skipped; "
+                "where an update before them destroyed the weights (every step is skipped again), resume from an earlier checkpoint with "
+                "--resume-step"
             )
         return skipped
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -101,7 +102,8 @@ class Trainer:
         manifest = open_checkpoint(out / CHECKPOINTS, config.resume_step) if config.resume else None
         self.stage: dict[str, Difference] = {}  # differences from the run so far, by name
         if manifest is not None:
-            self.stage |= stage_changes(manifest, self._identity(), config.named_changes(), self._legacy_identity())
+            factors = {"data-parallel ranks": s.data_world, "--batch": s.batch, "--accumulate": config.accumulate}
+            self.stage |= stage_changes(manifest, self._identity(), config.named_changes(), self._legacy_identity(), factors)
             if manifest.step >= s.steps:
                 raise ValueError(f"resume: {manifest.path} has all {manifest.step} of {s.steps} steps; ask for more with --steps")
         self.shape = routed_as_asked(s.shape, config)
@@ -110,7 +112,7 @@ class Trainer:
         self.chat = ChatRows(self.tokenizer, config.assistant_only_loss, config.data_field) if config.chat else None
         self.corpus = self._load_corpus()
         if manifest is not None:
-            self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {})
+            self.stage |= stage_changes(manifest, {"data": self.corpus.fingerprint}, config.named_changes(), {}, {})
         self.meshes = build_meshes(ranks.world, s.degrees, ranks.device.type)
         self.transport = self._transport()
         if config.cuda_graph:
@@ -286,11 +288,13 @@ class Trainer:
                 Or what `_read` raises.
         """
         s, c, rank = self.settings, self.config, self.ranks.rank
-        if rank == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
-            save_config(c, self.out)
         last = min(s.steps, c.stop_after or s.steps)
         log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
+        if rank == 0:  # nothing refuses the start from here on
+            self.out.mkdir(parents=True, exist_ok=True)
+            for line in set_aside_newer(self.out, self.step_count) if c.resume else ():
+                log.say(line)
+            save_config(c, self.out)
         profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
         with StopRequest() as request, GarbageCollection(c.gc_freq) as garbage, log, self.writer:
             for line in self.describe():
@@ -352,7 +356,8 @@ class Trainer:
             kept = f"checkpoint {self.out / CHECKPOINTS}" if c.checkpoint else "no checkpoint (--no-checkpoint)"
             log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}" + ("" if plot is None else f", plot {plot}"))
             if self.step_count < s.steps and c.checkpoint:
-                log.say(f"stopped after step {self.step_count} of {s.steps}; resume with: mxep train --resume --out {self.out}")
+                resume = f"mxep train --resume --out {shlex.quote(str(self.out))}"
+                log.say(f"stopped after step {self.step_count} of {s.steps}; resume with: {resume}")
             if self.skipped.stop is not None:
                 raise FloatingPointError(self.skipped.stop)
         return self.step_count == s.steps
@@ -514,7 +519,7 @@ class Trainer:
             "seq_len": s.seq_len,
             "sequences_per_step": s.data_world * s.batch * c.accumulate,
             "seed": c.seed,
-            "held_out_share": c.held_out_share,
+            **({} if c.validation_data else {"held_out_share": c.held_out_share}),
             "optimizer": c.optimizer,
             "dtype": c.dtype,
             "tokenizer": self.tokenizer.fingerprint,
@@ -567,4 +572,4 @@ class Trainer:
             torch.set_rng_state(own["cpu"])
         if "cuda" in own and self.ranks.device.type == "cuda":
             torch.cuda.set_rng_state(own["cuda"], self.ranks.device)
-        self.notes = [*manifest.notes, *(set_aside_newer(manifest.path.parent, manifest.step) if self.ranks.rank == 0 else ())]
+        self.notes = list(manifest.notes)

@@ -64,6 +64,16 @@ def test_texts_folders_jsonl_and_parquet(tmp_path: Path) -> None:
     assert documents == [b"first", b"second", b"third", b"one", b"two", b"row", b"last"]
 
 
+def test_a_file_that_is_named_twice_is_reported(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"{name} " * 20)
+    once = load_corpus([str(tmp_path)], ByteTokenizer())
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"1 files are named more than once and read as often, among them .*b\.txt; name each"):
+        both = load_corpus([str(tmp_path), str(tmp_path / "b.txt")], ByteTokenizer())
+    assert len(both.train) > len(once.train)
+
+
 BAD_FILES = {
     "empty.txt": (b"", "is empty"),
     "binary.bin": (b"ab\0cd", "not text: NUL byte at offset 2"),

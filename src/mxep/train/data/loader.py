@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +62,9 @@ def load_corpus(
     if not 0 < held_out_share <= 0.5:
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
     sources, others = find_sources(data), find_sources(validation) if validation else []
+    times = Counter(path.resolve() for source in sources for path in source.files)
+    if twice := [path for path, count in times.items() if count > 1]:
+        warnings.warn(f"data: {len(twice)} files are named more than once and read as often, among them {twice[0]}; name each once")
     stats = {path: path.stat() for source in [*sources, *others] for path in source.files}
 
     encoder: Encoder = tokenizer if chat is None else chat
