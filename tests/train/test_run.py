@@ -17,9 +17,12 @@ import torch
 from tests.ranks import run_ranks
 from tests.steps import done, steps_of, trainer
 
+import mxep.train.run
 from mxep.moe import FusedMoE, MoE
 from mxep.private_folders import scratch_folder
-from mxep.train.checkpoint import load_checkpoint, read_manifest
+from mxep.train.checkpoint import DamagedCheckpointError, load_checkpoint, read_manifest
+from mxep.train.config import TrainConfig
+from mxep.train.distributed import Ranks
 from mxep.train.metrics import plot_losses, read_metrics
 from mxep.train.rank_launcher import _explain_failure, _SignalForwarder
 from mxep.train.run_folder import find_checkpoint, list_checkpoints
@@ -192,6 +195,18 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, on
     ):
         with pytest.raises(ValueError, match=message):
             trainer(0, 1, str(tmp_path), **{"data": (text,), "steps": 6, "resume": True, **options})
+
+
+def test_the_command_after_damage_can_be_pasted(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: object) -> None:
+        raise DamagedCheckpointError("it is damaged")
+
+    config, out = TrainConfig(), tmp_path / "my run"
+    monkeypatch.setattr(mxep.train.run, "_hold_folder", lambda *_: (None, config, out, False))
+    monkeypatch.setattr(mxep.train.run, "Trainer", damaged)
+    monkeypatch.setattr(mxep.train.run, "find_good", lambda *_: 2)
+    with pytest.raises(ValueError, match=f"it is damaged; .*: mxep train --resume --resume-step 2 --out '{out}'$"):
+        mxep.train.run.run(config, [], Ranks(0, 1, torch.device("cpu")))
 
 
 def wait_for(process: subprocess.Popen[str], word: str) -> None:
