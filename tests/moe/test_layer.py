@@ -289,6 +289,15 @@ def test_what_stayed_on_the_meta_device_is_named(recipe: str, missing: str) -> N
         layer(torch.randn(40, 64))
 
 
+def test_a_gate_that_a_hook_fills_stays_on_the_meta_device_until_then() -> None:
+    """As accelerate offloads weights."""
+    moe, x = make(), torch.randn(40, 64)
+    want, weight = moe(x), moe.router.gate.weight
+    moe.router.gate.weight = nn.Parameter(weight.to("meta"))
+    moe.router.gate.register_forward_pre_hook(lambda gate, _: setattr(gate, "weight", weight))
+    torch.testing.assert_close(moe(x), want)
+
+
 @pytest.mark.parametrize("counts", [[31.9, 32.1], [True, True], [64]], ids=str)
 def test_counts_that_are_none_are_refused(counts: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"Experts: num_tokens_per_expert is .*want \(2,\) int32 or int64"):

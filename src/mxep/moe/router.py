@@ -234,7 +234,7 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor, expert_bias: Tensor | None = None) -> Routing:
         """tokens (T, D), expert_bias (E,) float32 or None -> `Routing`. Raises ValueError for several devices."""
-        check_tensors("Router", tokens.device, **{"gate.weight": self.gate.weight, "expert_bias": expert_bias})
+        check_tensors("Router", tokens.device, expert_bias=expert_bias)
         return route(self._logits(tokens), expert_bias, self.config)
 
     def hold_gate(self, tokens: Tensor) -> Tensor:
@@ -249,6 +249,7 @@ class Router(nn.Module):
     def _logits(self, tokens: Tensor) -> Tensor:
         gate, router_dtype = self.gate, self.config.router_dtype
         if type(gate) is nn.Linear and gate.bias is None and not is_watched(gate):
+            check_tensors("Router", tokens.device, **{"gate.weight": gate.weight})
             if router_dtype == "bf16":
                 return logits_of(tokens, gate.weight, router_dtype)
             return RouterProduct.apply(tokens, gate.weight)  # type: ignore[no-any-return]
