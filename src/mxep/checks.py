@@ -15,11 +15,12 @@ from mxep.shapes import MX_BLOCK
 
 
 def check_tensors(where: str, device: torch.device | None = None, **values: object) -> None:
-    """Raise ValueError unless every value that is not None is a tensor, on `device` if one is given."""
+    """Raise ValueError unless every value is a tensor, on `device` if one is given."""
     for name, value in values.items():
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise ValueError(f"{where}: {name} is {type(value).__name__}, want a torch.Tensor; torch.as_tensor makes one of a list")
-        if value is not None and device is not None and value.device != device:
+        if not isinstance(value, torch.Tensor):
+            got = "None" if value is None else type(value).__name__
+            raise ValueError(f"{where}: {name} is {got}, want a torch.Tensor; torch.as_tensor makes one of a list")
+        if device is not None and value.device != device:
             raise ValueError(f"{where}: {name} is on {value.device}, want {device} like the rows; move it there")
 
 
@@ -35,8 +36,6 @@ def check_count(where: str, name: str, value: object, least: Literal[0, 1] = 1) 
 def check_rows(where: str, rows: torch.Tensor, quantised: bool) -> None:
     """Raise ValueError unless `rows` is (rows, width) bf16 or float32, and with `quantised` of a width in whole MX blocks."""
     check_tensors(where, input=rows)
-    if rows is None:
-        raise ValueError(f"{where}: input is None, want rows, a torch.Tensor")
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width); flatten the leading dimensions")
     if rows.dtype not in (torch.bfloat16, torch.float32):

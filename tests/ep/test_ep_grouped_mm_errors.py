@@ -50,7 +50,7 @@ def test_errors(group: None) -> None:
             {"input_splits": [40, 5], "output_splits": [40, 5]},
             ("2 input_splits", "a group of 1 ranks", "one of each per rank", "pass the group"),
         ),
-        ({"num_tokens_per_expert": COUNTS.tolist()}, ("num_tokens_per_expert is list", "rank-major", "counts exchange")),
+        ({"num_tokens_per_expert": COUNTS.tolist()}, ("num_tokens_per_expert is list", "want a torch.Tensor")),
         ({"input_splits": [40, 5], "output_splits": [40, 5], "num_tokens_per_expert": torch.tensor([5, 35, 5, 0])}, ("not 1 row counts",)),
         ({"num_tokens_per_expert": COUNTS.float()}, ("num_tokens_per_expert", "float32", "rank-major")),
         ({"num_tokens_per_expert": COUNTS[:1]}, ("num_tokens_per_expert is (1,)", "num_local_experts 2")),

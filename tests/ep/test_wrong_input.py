@@ -92,9 +92,32 @@ def test_arguments_that_are_no_tensor() -> None:
         "A": lambda: mxep.to_mxfp8_then_scaled_grouped_mm([1.0], weight(), OFFS),
         "x": lambda: mxep.fused_experts([1.0], chosen, chosen.float(), w1, None, w2, None, num_experts=2, group=""),
         "experts": lambda: mxep.fused_experts(rows(), chosen.tolist(), chosen.float(), w1, None, w2, None, num_experts=2, group=""),
+        "w1": lambda: mxep.fused_experts(rows(), chosen, chosen.float(), w1.tolist(), None, w2, None, num_experts=2, group=""),
+        "weight": lambda: mxep.ep_grouped_mm(rows(), [1.0], [ROWS], [ROWS], COUNTS, ""),
+        "data": lambda: mxep.quantize_mx([1.0]),
+        "hidden": lambda: mxep.linear_cross_entropy([1.0], w2[0], chosen),
     }.items():
         with raises_naming(f"{name} is list, want a torch.Tensor"):
             call()
+
+
+def test_nothing_where_a_tensor_is_wanted() -> None:
+    chosen = torch.zeros(ROWS, 1, dtype=torch.int64)
+    w1, w2 = torch.randn(2, 64, D), torch.randn(2, D, 32)
+    for name, call in {
+        "input": lambda: mxep.a2a_dispatch_mxfp8_fwd_hp_bwd(None, [ROWS], [ROWS], ""),
+        "A": lambda: mxep.to_mxfp8_then_scaled_grouped_mm(None, weight(), OFFS),
+        "x": lambda: mxep.fused_experts(None, chosen, chosen.float(), w1, None, w2, None, num_experts=2, group=""),
+        "data": lambda: mxep.to_mx(None),
+    }.items():
+        with raises_naming(f"{name} is None, want a torch.Tensor"):
+            call()
+    with raises_naming("global_router_loss: no layers"):
+        mxep.moe.global_router_loss([])
+    with raises_naming("build_meshes: world_size=0"):
+        mxep.parallel.build_meshes(0, mxep.parallel.ParallelDims(), "cpu")
+    with raises_naming("from_qdata_and_scales", "qdata () with scales ()"):
+        mxep.MXTensor.from_qdata_and_scales(torch.zeros((), dtype=torch.float8_e4m3fn), torch.zeros((), dtype=torch.uint8), torch.float32)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.0, True, "1", None])

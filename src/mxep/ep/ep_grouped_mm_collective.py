@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.checks import check_alone, check_mode, check_rows, check_splits, values_checked
+from mxep.checks import check_alone, check_mode, check_rows, check_splits, check_tensors, values_checked
 from mxep.comm import Transport, group_name_of, resolve_group, transport_of
 from mxep.ep.dispatch import exchange, exchange_hp
 from mxep.ep.ep_grouped_mm_symmetric import LocalCall, overlapped_ep_grouped_mm
@@ -95,6 +95,7 @@ class _EPGroupedMM(torch.autograd.Function):
 
 def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None:
     """Raise ValueError unless weight and counts belong to rows x."""
+    check_tensors(_WHERE, weight=w)
     if isinstance(w, MXTensor) or w.dim() != 3 or w.dtype not in (torch.bfloat16, torch.float32) or w.shape[2] != x.shape[1]:
         got = f"{type(w).__name__} {tuple(w.shape)} {w.dtype}"
         raise ValueError(
@@ -102,11 +103,7 @@ def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None
         )
     if quantised and w.shape[1] % MX_BLOCK:
         raise ValueError(f"{_WHERE}: weight is {tuple(w.shape)}, want N in multiples of {MX_BLOCK} (one MX block); pad the weights")
-    if not isinstance(counts, Tensor):
-        raise ValueError(
-            f"{_WHERE}: num_tokens_per_expert is {type(counts).__name__}, want a tensor (W*L,) int32 or int64, rank-major; "
-            "pass the counts that came from the counts exchange"
-        )
+    check_tensors(_WHERE, num_tokens_per_expert=counts)
     for name, tensor, devices in (("weight", w, [x.device]), ("num_tokens_per_expert", counts, [x.device, torch.device("cpu")])):
         if tensor.device not in devices:
             raise ValueError(f"{_WHERE}: {name} is on {tensor.device}, want {x.device} like the input; move it there")

@@ -109,7 +109,7 @@ def fused_moe(
         >>> mxep.fused_moe(x, router_weight, w1, None, w2, None, top_k=2, num_experts=4, group="").shape
         torch.Size([16, 64])
     """
-    check_layout(_WHERE, x, w2, layout)
+    check_layout(_WHERE, x, w1, w2, layout)
     check_activation(_WHERE, activation, swiglu)
     hidden = w2.shape[-1]
     router = MoEConfig(
@@ -141,7 +141,7 @@ def fused_experts(
     swiglu: SwiGLU = SwiGLU(),  # noqa: B008
     w3: Tensor | None = None,
     b3: Tensor | None = None,
-    lora: ExpertLora = ExpertLora(),  # noqa: B008  immutable
+    lora: ExpertLora | None = None,
 ) -> Tensor:
     """`fused_moe` with the choices of your own router: dispatch, experts, combine. Differentiable in x, scores, weights and biases.
 
@@ -182,7 +182,7 @@ def fused_experts(
         >>> mxep.fused_experts(x, experts, scores, w1, None, w2, None, num_experts=4, group="").shape
         torch.Size([16, 64])
     """
-    check_layout(_GIVEN, x, w2, layout)
+    check_layout(_GIVEN, x, w1, w2, layout)
     check_activation(_GIVEN, activation, swiglu)
     if (w3 is not None and (layout != "concatenated" or not is_gated(activation))) or (w3 is None and b3 is not None):
         raise ValueError(
@@ -193,7 +193,7 @@ def fused_experts(
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
     shape = given_shape(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation)
-    weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora)
+    weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora or ExpertLora())
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
     return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
 

@@ -182,9 +182,9 @@ def _check_weights(where: str, x: Tensor, router: Tensor | None, weights: Expert
         raise ValueError(f"{where}: H = {H}, want a multiple of {MX_BLOCK} (one MX block); pad the weights")
 
 
-def check_layout(where: str, x: Tensor, w2: Tensor, layout: str) -> None:
+def check_layout(where: str, x: Tensor, w1: Tensor, w2: Tensor, layout: str) -> None:
     """Raise ValueError for tokens or weights without the dimensions that sizes are read from, and for an unknown layout."""
-    check_tensors(where, x=x, w2=w2)
+    check_tensors(where, x=x, w1=w1, w2=w2)
     if x.dim() < 1 or w2.dim() != 3:
         raise ValueError(f"{where}: x is {tuple(x.shape)} and w2 is {tuple(w2.shape)}, want (..., D) and (L, D, H)")
     if layout not in LAYOUTS:

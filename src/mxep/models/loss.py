@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mxep.operators  # noqa: F401
-from mxep.checks import check_count, check_mode, values_checked
+from mxep.checks import check_count, check_mode, check_tensors, values_checked
 from mxep.grouped_mm.products import GemmOptions, Weights, gemm_options, multiply_rows
 from mxep.grouped_mm.wgrad_gemm import add_wgrad
 from mxep.mx.compile import in_graph
@@ -81,6 +81,7 @@ def linear_cross_entropy(
         >>> bool((loss - want).abs() < 0.02 * want), weight.grad.shape
         (True, torch.Size([100, 64]))
     """
+    check_tensors(_WHERE, hidden=hidden, weight=weight, labels=labels)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or labels.shape != hidden.shape[:1]:
         shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}"
         raise ValueError(f"{_WHERE}: {shapes}, want (T, D), (V, D), (T,)")

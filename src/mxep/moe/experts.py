@@ -148,7 +148,7 @@ class Experts(nn.Module):
             ValueError: counts of another shape or dtype, parameters on another device than x; operands that the recipe does not take.
         """
         x, weights = self.operands(x)
-        check_tensors("Experts", x.device, **dict(zip(TENSORS, weights.tensors, strict=True)))
+        check_tensors("Experts", x.device, **{name: w for name, w in zip(TENSORS, weights.tensors, strict=True) if w is not None})
         _check_counts(num_tokens_per_expert, weights.w1)
         offsets = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)  # (L,) where each expert's rows end
         kept = {} if torch.compiler.is_compiling() else self._kept  # a graph would keep the bytes of its first call for ever

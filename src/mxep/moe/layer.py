@@ -240,11 +240,16 @@ def global_router_loss(layers: Sequence[MoE], group: ProcessGroup | None = None)
     Returns:
         () float32.
 
+    Raises:
+        ValueError: no layers, or one without a forward.
+
     Examples:
         >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2, balance_loss=0.01))
         >>> loss = layer(torch.randn(16, 64)).square().mean()
         >>> loss = loss + mxep.moe.global_router_loss([layer])
     """
+    if not layers:
+        raise ValueError("global_router_loss: no layers, want at least one mxep.MoE")
     load = torch.stack([layer.tokens_per_expert for layer in layers])
     if dist.is_initialized():
         dist.all_reduce(load, group=group)

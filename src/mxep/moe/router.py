@@ -234,7 +234,8 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor, expert_bias: Tensor | None = None) -> Routing:
         """tokens (T, D), expert_bias (E,) float32 or None -> `Routing`. Raises ValueError for several devices."""
-        check_tensors("Router", tokens.device, expert_bias=expert_bias)
+        if expert_bias is not None:
+            check_tensors("Router", tokens.device, expert_bias=expert_bias)
         return route(self._logits(tokens), expert_bias, self.config)
 
     def hold_gate(self, tokens: Tensor) -> Tensor:

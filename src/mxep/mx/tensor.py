@@ -15,6 +15,7 @@ import torch.serialization
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mxep.checks import check_tensors
 from mxep.operators import direct
 from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_name
 from mxep.shapes import MX_BLOCK
@@ -26,6 +27,7 @@ _COMPILED_NODE = "CompiledFunctionBackward"  # autograd's node of a torch.compil
 
 
 def _check_quantisable(where: str, data: torch.Tensor, elem_dtype: torch.dtype, block_size: int) -> None:
+    check_tensors(where, data=data)
     if data.dtype not in _HIGH_PRECISION:
         raise ValueError(f"{where}: data is {data.dtype}, want bfloat16 or float32; cast it first")
     if data.dim() < 1 or data.shape[-1] % MX_BLOCK:
@@ -171,14 +173,15 @@ class MXTensor(torch.Tensor):
         """
         where = "MXTensor.from_qdata_and_scales"
         check_block_size(where, block_size)
+        check_tensors(where, qdata=qdata, scales=scales)
         if qdata.dtype != torch.float8_e4m3fn:
             raise ValueError(f"{where}: qdata is {qdata.dtype}, want torch.float8_e4m3fn; view bytes as it first")
         if scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
         if scales.dtype != torch.float8_e8m0fnu:
             raise ValueError(f"{where}: scales are {scales.dtype}, want torch.float8_e8m0fnu or uint8 bytes")
-        want = (*qdata.shape[:-1], qdata.shape[-1] // MX_BLOCK)
-        if qdata.shape[-1] % MX_BLOCK or tuple(scales.shape) != want:
+        want = (*qdata.shape[:-1], qdata.shape[-1] // MX_BLOCK) if qdata.dim() else ("...", "D/32")
+        if not qdata.dim() or qdata.shape[-1] % MX_BLOCK or tuple(scales.shape) != want:
             raise ValueError(
                 f"{where}: qdata {tuple(qdata.shape)} with scales {tuple(scales.shape)}, want scales {want}: one per 32 values"
             )

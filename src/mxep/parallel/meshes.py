@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mxep.checks import check_count
 from mxep.parallel_dims import ParallelDims
 
 
@@ -81,6 +82,7 @@ def build_meshes(world_size: int, degrees: ParallelDims | int, device_type: str)
         1
     """
     degrees = ParallelDims(ep=degrees) if isinstance(degrees, int) else degrees
+    check_count("build_meshes", "world_size", world_size)
     shards = degrees.shards(world_size)
     # The shards are counted twice, as (rest, tp) and as (rest, ep); the smaller of the two degrees is the innermost dimension of both.
     inner, larger = min(degrees.ep, degrees.tp), max(degrees.ep, degrees.tp)
