@@ -358,6 +358,8 @@ def test_wrong_choices_raise() -> None:
         call(activation="gelu")
     layer_with_no_runtime = make(FusedMoE, "hp", torch.float32)
     layer_with_no_runtime.runtime = "fast"
+    with raises_naming("FusedMoE: runtime is a bool", "RuntimeEPConfig(**options)"):
+        FusedMoE(layer_with_no_runtime.config, runtime=False)  # type: ignore[arg-type]
     with raises_naming("fused_moe: config is a str", "RuntimeEPConfig(**options)"):
         layer_with_no_runtime(x)
     for options, words in (

@@ -283,6 +283,12 @@ def test_ddp_with_no_sync_equals_one_process() -> None:
     run_ranks(ddp_ranks, 2)
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_blocks_outside_of_the_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="apply_fsdp: blocks of Linear are no modules of the model"):
+        apply_fsdp(nn.Sequential(nn.Linear(4, 4)), build_meshes(1, 1, "cpu"), blocks=[nn.Linear(4, 4)])
+
+
 def test_ddp_refuses_several_ep_groups() -> None:
     run_ranks(ddp_refuses, 2)
 

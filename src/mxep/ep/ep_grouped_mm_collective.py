@@ -95,7 +95,7 @@ class _EPGroupedMM(torch.autograd.Function):
 
 def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None:
     """Raise ValueError unless weight and counts belong to rows x."""
-    check_tensors(_WHERE, weight=w)
+    check_tensors(_WHERE, weight=w, num_tokens_per_expert=counts)
     if isinstance(w, MXTensor) or w.dim() != 3 or w.dtype not in (torch.bfloat16, torch.float32) or w.shape[2] != x.shape[1]:
         got = f"{type(w).__name__} {tuple(w.shape)} {w.dtype}"
         raise ValueError(
@@ -103,7 +103,6 @@ def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None
         )
     if quantised and w.shape[1] % MX_BLOCK:
         raise ValueError(f"{_WHERE}: weight is {tuple(w.shape)}, want N in multiples of {MX_BLOCK} (one MX block); pad the weights")
-    check_tensors(_WHERE, num_tokens_per_expert=counts)
     for name, tensor, devices in (("weight", w, [x.device]), ("num_tokens_per_expert", counts, [x.device, torch.device("cpu")])):
         if tensor.device not in devices:
             raise ValueError(f"{_WHERE}: {name} is on {tensor.device}, want {x.device} like the input; move it there")

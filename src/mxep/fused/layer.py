@@ -241,7 +241,7 @@ class FusedMoE(MoE):
         if config.scores_before_experts:
             raise ValueError("FusedMoE: scores_before_experts=True, want False: a token is sent once for all of its choices; use MoE")
         super().__init__(config, recipe)
-        self.runtime = resolve_runtime("FusedMoE", runtime)
+        self.runtime = resolve_runtime("FusedMoE", runtime, "runtime")
 
     @staticmethod
     def of(moe: MoE, runtime: RuntimeEPConfig | None = None) -> FusedMoE:

@@ -72,10 +72,10 @@ class FusedOptions(NamedTuple):
         return self._replace(experts=experts._replace(gemm=None, activation=experts.activation._replace(mode="")))
 
 
-def resolve_runtime(where: str, config: RuntimeEPConfig | None) -> RuntimeEPConfig:
-    """The one given, or the default. Raises ValueError for anything else."""
+def resolve_runtime(where: str, config: RuntimeEPConfig | None, name: str = "config") -> RuntimeEPConfig:
+    """The one given as the argument `name`, or the default. Raises ValueError for anything else."""
     if config is not None and not isinstance(config, RuntimeEPConfig):
-        raise ValueError(f"{where}: config is a {type(config).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
+        raise ValueError(f"{where}: {name} is a {type(config).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
     return config or _DEFAULT_RUNTIME
 
 

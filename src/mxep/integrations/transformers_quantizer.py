@@ -24,10 +24,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from mxep.models.huggingface_files import holds_nan
 from mxep.mx.mxfp4 import mxfp4_to_mxfp8
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight import KeptForms, MXWeight
-from mxep.ops.quantize.reference import E4M3_NAN, E8M0_NAN
 from mxep.parallel.frozen_base import base_weights, chosen_weights, freeze_weight, stored_transposed
 from mxep.placements import to_local
 
@@ -220,7 +220,7 @@ class _FromBytes(ConversionOps):
         weight = MXWeight(mx.qdata, mx.scale, mx.orig_dtype, stored_transposed(module, mx), keeps)
         if weight.shape != (shape := to_local(module._parameters[name]).shape):
             raise ValueError(f"{where} is {tuple(weight.shape)} in the file, want {tuple(shape)}; load another model or another folder")
-        if (mx.scale.view(torch.uint8) == E8M0_NAN).any() | ((mx.qdata.view(torch.uint8) & E4M3_NAN) == E4M3_NAN).any():
+        if holds_nan(mx):
             raise ValueError(f"{where} has values or scales that are no finite numbers; download the file again")
         if not self.hf_quantizer.param_needs_quantization(model, full_layer_name):
             return {full_layer_name: weight.dequantize().contiguous()}

@@ -92,7 +92,7 @@ def linear_cross_entropy(
         got = f"hidden on {hidden.device}, weight on {weight.device}, labels on {labels.device}"
         raise ValueError(f"{_WHERE}: {got}, want one device; move them there")
     check_count(_WHERE, "chunk_tokens", chunk_tokens)
-    if labels.device.type == "cpu" and values_checked(labels):
+    if labels.device.type == "cpu" and values_checked(labels):  # with the words that there are: chunks may pad them
         wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= weight.shape[0]))]
         if wrong.numel():
             raise ValueError(f"{_WHERE}: label {int(wrong[0])}, want 0 to {weight.shape[0] - 1} or {IGNORE}, which takes no part")

@@ -84,8 +84,8 @@ def apply_fsdp(
         layers = getattr(model, "layers", None)
         blocks = [] if layers is None else layers.values() if isinstance(layers, nn.ModuleDict) else layers
     blocks = [*blocks, model]
-    if strangers := set(blocks).difference(model.modules()):
-        got = ", ".join(sorted(type(block).__name__ for block in strangers))
+    if outside := set(blocks).difference(model.modules()):
+        got = ", ".join(sorted(type(block).__name__ for block in outside))
         raise ValueError(f"apply_fsdp: blocks of {got} are no modules of the model, want some of model.modules(); pass those that it holds")
     sharded = [module for module in model.modules() if _is_sharded(module)]
     left_out: set[nn.Parameter] = set()

@@ -179,12 +179,12 @@ def convert_linears(
     everywhere = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names
     routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
     seen = {name: module for name, module in everywhere.items() if isinstance(module, nn.Linear)}
-    unread = {linear for layer in everywhere.values() if isinstance(layer, nn.TransformerEncoderLayer) for linear in layer.children()}
+    uncalled = {linear for layer in everywhere.values() if isinstance(layer, nn.TransformerEncoderLayer) for linear in layer.children()}
     able = {
         name: module
         for name, module in seen.items()
         if isinstance(module, MXLinear)
-        or (type(module) is nn.Linear and module not in unread and not name.startswith(routers) and not matches_any(name, ADAPTERS))
+        or (type(module) is nn.Linear and module not in uncalled and not name.startswith(routers) and not matches_any(name, ADAPTERS))
     }
     for known, names in ((able, patterns or []), (seen, skipped)):
         for pattern in names:

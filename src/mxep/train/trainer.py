@@ -69,7 +69,7 @@ from mxep.train.optimizer_in_backward import OptimizerInBackward
 from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
 from mxep.train.resolved_config import keep_model, never_used, resolve, routed_as_asked
 from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
-from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, set_aside_newer
+from mxep.train.run_folder import CHECKPOINTS, METRICS_FILE, find_checkpoint, set_aside_newer
 from mxep.train.run_lock import RunLock
 from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, check_capturable, copy_to_host
@@ -354,7 +354,7 @@ class Trainer:
             self._log_lost_checkpoints(log)
             plot = log.plot()
             kept = f"checkpoint {self.out / CHECKPOINTS}" if c.checkpoint else "no checkpoint (--no-checkpoint)"
-            log.say(f"{kept}, metrics {self.out / 'metrics.jsonl'}" + ("" if plot is None else f", plot {plot}"))
+            log.say(f"{kept}, metrics {self.out / METRICS_FILE}" + ("" if plot is None else f", plot {plot}"))
             if self.step_count < s.steps and c.checkpoint:
                 resume = f"mxep train --resume --out {shlex.quote(str(self.out))}"
                 log.say(f"stopped after step {self.step_count} of {s.steps}; resume with: {resume}")
