@@ -78,24 +78,31 @@ def _is_constant(template: Any) -> bool:
 
 
 def maker(template: Any) -> Callable[[list[Any]], Any]:
-    """What makes a template's value of the slots' tensors."""
-    if isinstance(template, View):
-        return template.of if template.layout else itemgetter(template.slot)
-    if isinstance(template, _MXView):
-        dtype, qdata, scale = template.dtype, maker(template.qdata), maker(template.scale)
-        return lambda held: MXTensor(qdata(held), scale(held), dtype)
-    if _is_constant(template):
-        return lambda held: template
-    kind, named = type(template), hasattr(template, "_fields")
-    if kind in (list, dict) and all(map(_is_constant, template.values() if kind is dict else template)):
-        return lambda held: kind(template)
-    if kind is dict:
-        of = {name: maker(part) for name, part in template.items()}
-        return lambda held: {name: make(held) for name, make in of.items()}
-    makers = [maker(part) for part in template]
-    if named:
-        return lambda held: kind(*[make(held) for make in makers])
-    return lambda held: kind([make(held) for make in makers])
+    """What makes a template's value of the slots' tensors: one Python expression, since a call of a function for each part costs more."""
+    known: dict[str, Any] = {"new_tuple": tuple.__new__, "MXTensor": MXTensor}
+
+    def name_of(value: Any) -> str:
+        name = f"known_{len(known)}"
+        known[name] = value
+        return name
+
+    def expression(part: Any) -> str:
+        kind = type(part)
+        if kind is View:
+            return f"{name_of(part.of)}(held)" if part.layout else f"held[{part.slot}]"
+        if kind is _MXView:
+            return f"MXTensor({expression(part.qdata)}, {expression(part.scale)}, {name_of(part.dtype)})"
+        if _is_constant(part):
+            return name_of(part)
+        if kind is dict:
+            return "{" + "".join(f"{name_of(name)}: {expression(value)}, " for name, value in part.items()) + "}"
+        parts = "".join(f"{expression(value)}, " for value in part)
+        if kind is list:
+            return f"[{parts}]"
+        return f"({parts})" if kind is tuple else f"new_tuple({name_of(kind)}, ({parts}))"
+
+    made: Callable[[list[Any]], Any] = eval(f"lambda held: {expression(template)}", known)
+    return made
 
 
 # ---------------------------------------------------------------- what a call does

@@ -289,38 +289,43 @@ def _free(device: torch.device) -> int:
 
 
 class _Given:
-    """The tensors of a call, and for each storage which of them is the first there."""
+    """The tensors of a call, and all that a function reads of its arguments but for their values.
 
-    def __init__(self) -> None:
+    Raises KeyError for an argument that cannot be replayed.
+    """
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
         self.tensors: list[Tensor] = []
         self.addresses: list[int] = []
-        self._first: dict[int, int] = {}
+        self._first: dict[int, int] = {}  # for each storage, which of them is the first there
+        self._facts: list[Any] = []
+        self._add(arguments)
+        self.facts = tuple(self._facts)
 
-    def facts(self, value: Any) -> Any:
-        """All that a function reads of an argument, but for the values of its tensors. Raises KeyError for one that cannot be replayed."""
-        kind = type(value)
-        if kind in PLAIN_TENSORS:
-            return self._facts_of(value)
-        if kind is float:
-            return kind, value, math.copysign(1.0, value)
-        if kind in VALUES:
-            return kind, value  # True is no 1
-        if isinstance(value, (tuple, list)):  # most parts are None or tensors, and a call costs as much as these
-            parts = [p if p is None else self._facts_of(p) if type(p) in PLAIN_TENSORS else self.facts(p) for p in value]
-            return kind, *parts
-        if kind is MXTensor:
-            return value.orig_dtype, self._facts_of(value.qdata), self._facts_of(value.scale)
-        raise KeyError(kind)
-
-    def _facts_of(self, tensor: Tensor) -> tuple:
-        tensors, address = self.tensors, tensor.data_ptr()
-        number = len(tensors)
-        first = self._first.setdefault(tensor.untyped_storage()._cdata, number) if address else number  # 0: it is empty
-        tensors.append(tensor)
-        self.addresses.append(address)
-        # Tensors in one storage: how far they are from each other.
-        place = address % _ALIGNED if first == number else (first, address - self.addresses[first])
-        return _like(tensor), tensor.stride(), tensor.storage_offset() == 0, place
+    def _add(self, parts: Sequence[Any]) -> None:
+        tensors, addresses, add = self.tensors, self.addresses, self._facts.append
+        for part in parts:
+            kind = type(part)
+            if part is None:
+                add(None)
+            elif kind in PLAIN_TENSORS:
+                address, number = part.data_ptr(), len(tensors)
+                first = self._first.setdefault(part.untyped_storage()._cdata, number) if address else number  # 0: it is empty
+                tensors.append(part)
+                addresses.append(address)
+                # Tensors in one storage: how far they are from each other.
+                place = address % _ALIGNED if first == number else (first, address - addresses[first])
+                add((_like(part), part.stride(), part.storage_offset() == 0, place))
+            elif kind in VALUES:
+                add((kind, part, math.copysign(1.0, part)) if kind is float else (kind, part))  # True is no 1
+            elif kind is MXTensor:
+                add((kind, part.orig_dtype))
+                self._add((part.qdata, part.scale))
+            elif isinstance(part, (tuple, list)):
+                add((kind, len(part)))
+                self._add(part)
+            else:
+                raise KeyError(kind)
 
 
 def _runs_on(device: torch.device) -> bool:
@@ -356,14 +361,15 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
     Returns:
         its results: these too, and other objects that depend on the options alone.
     """
-    device, given = arguments[0].device, _Given()
+    device = arguments[0].device
     if torch.compiler.is_compiling() or not _runs_on(device) or _watched(device):
         return function(options, *arguments)
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     try:
-        key = function, options, autocast, *[given.facts(argument) for argument in arguments]
+        given = _Given(arguments)
     except KeyError:
         return function(options, *arguments)
+    key = function, options, autocast, given.facts
     call = _calls.get(key)
     if call is None:
         if len(_calls) >= _KEPT:  # rare shapes first
