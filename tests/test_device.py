@@ -143,3 +143,7 @@ def test_what_a_graph_takes_as_constant() -> None:
     marked = torch.compiler.assume_constant_result(lambda: None)
     for function in (device.compiler_problem, device._compute_capability):
         assert vars(marked).items() <= vars(function).items()
+
+
+def test_no_capture_on_a_cpu() -> None:
+    assert device.capture_number(torch.device("cpu")) == 0

@@ -8,6 +8,7 @@ scales; not run on hardware yet).
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -17,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -79,6 +80,24 @@ def checking(device: torch.device) -> bool:
 def is_capturing() -> bool:
     """Whether the current stream records a CUDA graph. Initialises no CUDA: False where this process has used no GPU yet."""
     return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
+
+
+def capture_number(device: torch.device) -> int:
+    """The number of the CUDA graph capture that the current stream is in, from 1 on; 0 outside of any."""
+    if device.type != "cuda" or not is_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if problem := _capture_info()(stream, ctypes.addressof(status), ctypes.addressof(number), 0, 0, 0):
+        raise RuntimeError(f"cuStreamGetCaptureInfo_v2 failed with {problem}")
+    return number.value
+
+
+@functools.cache
+def _capture_info() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    function.argtypes = [ctypes.c_void_p] * 6
+    return function
 
 
 def default_backend(device_type: str) -> str:

@@ -28,7 +28,3 @@ def test_the_watchdogs_thread_uses_the_relaxed_capture_mode(monkeypatch: pytest.
     monkeypatch.setattr(cuda_graphs, "_exchange_mode", exchange)
     cuda_graphs.allow_queries_during_captures(torch.device("cuda", 0))
     assert read == [RELAXED]
-
-
-def test_no_capture_on_a_cpu() -> None:
-    assert cuda_graphs.capture_number(torch.device("cpu")) == 0

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_module_states
 
 from mxep import device
+from mxep.grouped_mm import products
 from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
 from mxep.mx import quantize_mx, weight_cache
 from mxep.mx.weight import MXWeight
@@ -322,25 +323,43 @@ def cached_layer(kind: str) -> tuple[nn.Module, WeightCache, torch.optim.Optimiz
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_capture_neither_reads_nor_fills(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    (module, cache, _), (plain, plain_cache, _) = cached_layer(kind), cached_layer(kind)
+def test_a_capture_has_forms_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Made once in each capture, from the weights of then, and read by nothing else."""
+    (module, cache, _), (plain, *_) = cached_layer(kind), cached_layer(kind)
     x = tokens()
-    with monkeypatch.context() as capture:
-        capture.setattr(weight_cache, "is_capturing", lambda: True)
-        outputs(module, x)
-        assert (cache.fills, cache.nbytes()) == (0, 0)
-    outputs(module, x)
-    fills, nbytes = cache.fills, cache.nbytes()
-    assert fills
+    for part in plain.modules():
+        if isinstance(part, weight_cache.KeepsQuantized):
+            part.keep_quantized(None)
+
+    def made(capture: int) -> tuple[int, int]:
+        """Forms that two passes in a capture (0: eager) quantise, by pass."""
+        found = []
+        with monkeypatch.context() as capturing:
+            for module_ in (weight_cache, products):
+                capturing.setattr(module_, "is_capturing", lambda: capture > 0)
+            capturing.setattr(weight_cache, "capture_number", lambda _: capture)
+            for _ in range(2):
+                fills = cache.fills
+                got = outputs(module, x)
+                found.append(cache.fills - fills)
+                for value, want in zip(got, outputs(plain, x), strict=True):
+                    assert torch.equal(value, want)
+        return found[0], found[1]
+
+    forms, again = made(1)
+    assert forms > 0 == again
+    assert made(0) == (forms, 0)
+    nbytes = cache.nbytes()
+    assert made(0) == (0, 0)
     for part in (module, plain):
         for parameter in part.parameters():
             parameter.data.mul_(2)  # only the weight itself shows it
-    plain_cache.advance()
-    with monkeypatch.context() as capture:
-        capture.setattr(weight_cache, "is_capturing", lambda: True)
-        for got, want in zip(outputs(module, x), outputs(plain, x), strict=True):
-            assert torch.equal(got, want)
-    assert (cache.fills, cache.nbytes()) == (fills, nbytes)
+    assert made(2) == (forms, 0)
+    assert cache.nbytes() == 2 * nbytes
+    assert made(1) == (forms, 0)  # numbers do not come again, but nothing of another capture is read
+    cache.advance()
+    assert made(0) == (forms, 0)
+    assert cache.nbytes() == nbytes, "an eager call drops what a capture has kept"
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -353,7 +372,7 @@ def test_a_captured_change_of_weights_ends_the_use(monkeypatch: pytest.MonkeyPat
     changes = {"step": optimizer.step, "advance": cache.advance, "load_state_dict": lambda: module.load_state_dict(module.state_dict())}
     with monkeypatch.context() as capture:
         capture.setattr(weight_cache, "is_capturing", lambda: True)
-        with pytest.warns(UserWarning, match="WeightCache: a CUDA graph records an optimizer step .* in every call from now on"):
+        with pytest.warns(UserWarning, match="WeightCache: a CUDA graph records an optimizer step .* in every eager call from now on"):
             changes[change]()
     fills = cache.fills
     for part, other in zip(module.parameters(), plain.parameters(), strict=True):

@@ -370,7 +370,6 @@ def test_kernel_choices_are_printed_as_what_they_map_to() -> None:
         ({"cache_weights": True, "recipe": "bf16"}, {"recipe": "mxfp8"}),
         ({"cache_weights": True, "recipe": "bf16"}, {"linear_recipe": "mxfp8"}),
         ({"cache_weights": True, "recipe": "bf16"}, {"output_recipe": "mxfp8"}),
-        ({"cache_weights": True, "cuda_graph": True}, {"cuda_graph": False}),
         ({"fused_experts": False, "fused_layer": True}, {"fused_layer": False}),
     ],
 )

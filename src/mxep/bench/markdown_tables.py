@@ -239,7 +239,8 @@ def peers_tables(records: Records) -> str:
         what = f"{record_place(record)}, {record['model'].partition(',')[0]}, {record['shape']['T']} tokens"
         rows.append([what, f"{base:.2f} ms", *(f"{base / ms[f'{arm}_graph']:.2f}x" for arm in arms)])
     if rows:
-        parts.append(markdown(_bars("forward + backward as a CUDA graph", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows))
+        title = f"{peers.MICROBATCHES} microbatches as one CUDA graph"
+        parts.append(markdown(_bars(title, f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows))
     return "\n\n".join([*parts, *(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))])
 
 

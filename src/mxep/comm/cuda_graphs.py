@@ -1,4 +1,4 @@
-"""Exchanges in CUDA graphs: the number of a capture, and counts of the exchanges that replays have begun and ended.
+"""Exchanges in CUDA graphs: what they can hold, and counts of the exchanges that replays have begun and ended.
 
 A replay runs without the host, which neither opens the exchanges nor registers them with the watchdog: the GPU counts, and the host reads.
 """
@@ -9,23 +9,11 @@ import ctypes
 
 import torch
 
-from mxep.device import is_capturing
 from mxep.ops.runtime.nvrtc import CAPTURE_MODE_RELAXED, DriverFunction
 
 MOST_CAPTURED = 4096  # exchanges in CUDA graphs, of one transport
-_capture_info = DriverFunction("cuStreamGetCaptureInfo_v2", *[ctypes.c_void_p] * 6)
 _exchange_mode = DriverFunction("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
 _copy_to_host = DriverFunction("cuMemcpyDtoHAsync_v2", ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-
-
-def capture_number(device: torch.device) -> int:
-    """The number of the capture that the current stream is in, from 1 on; 0 outside of any."""
-    if device.type != "cuda" or not is_capturing():
-        return 0
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    stream = torch.cuda.current_stream(device).cuda_stream
-    _capture_info(device, stream, ctypes.addressof(status), ctypes.addressof(number), 0, 0, 0)
-    return number.value
 
 
 def allow_queries_during_captures(device: torch.device) -> None:

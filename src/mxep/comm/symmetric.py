@@ -31,13 +31,13 @@ import torch
 
 from mxep.comm.collective import check_locally, splits_or_invalid
 from mxep.comm.copy_streams import WRITE, CudaCopyStreams
-from mxep.comm.cuda_graphs import MOST_CAPTURED, Progress, allow_queries_during_captures, capture_number, captured_error, check_captured
+from mxep.comm.cuda_graphs import MOST_CAPTURED, Progress, allow_queries_during_captures, captured_error, check_captured
 from mxep.comm.exchange import Copy, Exchange, FlagAddresses, check_same_call, check_splits
 from mxep.comm.host_allgather import ExchangeError, HostAllGather
 from mxep.comm.slot_buffers import SLOT_MEMORY_BYTES, SlotBuffers, check_size, slot_bytes
 from mxep.comm.symmetric_memory import FLAG_BYTES, BufferGrowth, BufferPool, BufferRef, SymmBuffer, TorchMemory, tensor_on
 from mxep.comm.watchdog import Watchdog
-from mxep.device import checking
+from mxep.device import capture_number, checking
 from mxep.ops.peer_write.reference import sent_bytes
 from mxep.ops.runtime.nvrtc import DriverFunction, fill_bytes
 from mxep.shapes import record_bytes

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mxep.comm import transport_of
+from mxep.device import is_capturing
 from mxep.fused.dispatcher import TokenDispatcher
 from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks, concat_chunks
 from mxep.fused.make_dispatcher import make_dispatcher
@@ -365,8 +366,8 @@ def _backward(
 
 
 def _replays(options: FusedOptions, device: torch.device) -> bool:
-    """Whether a call sends nothing and reads nothing on the host: on one GPU, all rows at once."""
-    if device.type != "cuda" or isinstance(options.runtime.scratch_rows, int):
+    """Whether a call sends nothing and reads nothing on the host, on one GPU, all rows at once, and no CUDA graph records it."""
+    if device.type != "cuda" or isinstance(options.runtime.scratch_rows, int) or is_capturing():
         return False
     transport = transport_of(options.group_name, device) if options.group_name else None
     return transport is None or (transport.world == 1 and transport.name == "collective")

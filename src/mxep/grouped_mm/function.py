@@ -75,10 +75,13 @@ def multiply(
     one_path = gemm is not None and (a.dtype == gemm.out_dtype or gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype))
     ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
     ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-    form = (None, None) if kept is None or gemm is None else Weights(w, None, gemm, kept, dtype=weight_dtype).cached("forward")
-    for_dgrad = one_path and all(ctx.needs_input_grad[:2]) and form[0] is None
-    out, *saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad), a, w, offs, bias, form, lora)
+    weights = None if kept is None or gemm is None else Weights(w, None, gemm, kept, dtype=weight_dtype)
+    form = (None, None) if weights is None else weights.cached("forward")
+    for_dgrad = one_path and all(ctx.needs_input_grad[:2])
+    out, *saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None), a, w, offs, bias, form, lora)
     assert out is not None
+    if weights is not None and form[0] is not None and for_dgrad:
+        saved[-2:] = weights.make_both()  # of a capture's cache
     return out, (*saved, w)
 
 

@@ -10,8 +10,9 @@ to step, and fused optimizers change values without a new version.  So there is 
 A weight is quantised anew too where its versions or its storage say that it was edited or replaced.  In checking mode (always on a CPU)
 every use is compared with the weight.
 
-CUDA graphs: a stream that captures neither reads nor fills the cache.  The graph quantises each weight from the weight's own address, so a
-replay reads the values of then.  Kept bytes have other addresses after every step, and kernels that a capture records do not run.
+CUDA graphs: a capture keeps forms of its own, apart from those of eager calls.  The graph quantises a weight where it is used first, from
+the weight's own address, and later uses in the same graph read these bytes: a replay reads the values of then.  Eager forms have other
+addresses after every step, so a graph does not read them; kernels that a capture records do not run, so nothing else reads its forms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mxep.device import checking, is_capturing
+from mxep.device import capture_number, checking, is_capturing
 
 Forms = tuple[torch.Tensor, ...]  # data and scales of a weight in one form or in both
 FormKey = tuple[str, str, str, torch.dtype | None]  # scaling mode, names of the forms, GEMM path, dtype to which the values are rounded
@@ -94,7 +95,7 @@ class WeightCache:
     Attributes:
         step: how often it was emptied.
         fills: how many times a weight was quantised for keeping, since the cache exists.
-        captured: whether a CUDA graph has recorded a change of weights.  Its replays report nothing, so the cache is out of use then.
+        captured: whether a CUDA graph has recorded a change of weights.  Its replays report nothing, so eager calls keep nothing then.
     """
 
     def __init__(self) -> None:
@@ -103,35 +104,46 @@ class WeightCache:
         self.captured = False
         self.weights: weakref.WeakSet[CachedWeight] = weakref.WeakSet()
         self._kept: dict[tuple[CachedWeight, FormKey], _CachedForm] = {}
+        self._in_graph: dict[tuple[CachedWeight, FormKey], _CachedForm] = {}  # of the capture of that number
+        self._capture = 0
         _watch_optimizers()
         _CACHES.add(self)
 
     def advance(self, *hook_arguments: Any) -> None:
         """Forget everything. Call it after every change of weights that the cache does not notice (docs/training/parallelism.md).
 
-        Takes and ignores what modules hand to their hooks.  While a stream captures, the change is one that replays will make again: the
-        cache warns and goes out of use.
+        Takes and ignores what modules hand to their hooks.  While a stream captures, the change is one that replays will make again: from
+        then on eager calls keep nothing, and the cache says so.
         """
         self.step += 1
         self._kept.clear()
+        self._in_graph.clear()
         for weight in self.weights:
             weight.find_parameters()
         if is_capturing() and not self.captured:
             self.captured = True
             warnings.warn(
                 "WeightCache: a CUDA graph records an optimizer step (or a load_state_dict, or an advance()). Its replays change weights "
-                "and do not report it, so weights are quantised in every call from now on; leave the step out of the graph, or do not use "
-                "a cache",
+                "and do not report it, so weights are quantised in every eager call from now on, and kept inside of graphs alone; leave "
+                "the step out of the graph, or set the cache's `captured` to True before, which says that you know",
                 stacklevel=2,
             )
 
     def serves(self) -> bool:
-        """Whether bytes may be read and kept now: no stream captures here, and no graph changes weights."""
-        return not self.captured and not is_capturing()
+        """Whether bytes may be read and kept now: by a capture its own, by eager calls unless a graph changes weights."""
+        return not self.captured or is_capturing()
+
+    def kept_on(self, device: torch.device) -> dict[tuple[CachedWeight, FormKey], _CachedForm]:
+        """What calls of now share: those of one capture, or eager ones."""
+        number = capture_number(device)
+        if number != self._capture:  # nothing reads what another capture has kept
+            self._in_graph.clear()
+            self._capture = number
+        return self._in_graph if number else self._kept
 
     def nbytes(self) -> int:
         """Bytes of memory that the kept weights take now."""
-        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept.form)
+        return sum(tensor.nbytes for kept in (*self._kept.values(), *self._in_graph.values()) for tensor in kept.form)
 
     def __reduce__(self) -> tuple:
         return WeightCache, ()  # a copy is empty and has no weights
@@ -216,19 +228,20 @@ class CachedWeight:
         if not {type(weight) for weight in weights} <= PLAIN_TENSORS or not self.cache.serves():
             return None
         facts, device = self._facts(weights), weights[0].device
-        kept, stream = self.cache._kept.get((self, key)), _stream_handle(device)
+        shared = self.cache.kept_on(device)
+        kept, stream = shared.get((self, key)), _stream_handle(device)
         if kept is None or kept.facts != facts:
             # What evaluation keeps serves training too; leaving inference mode alone would switch gradients on.
             with torch.inference_mode(False), torch.no_grad():
                 form = make()
             held = tuple(tensor.untyped_storage() for tensor in (*weights, *map(_local, self.parameters.values())))
             filled = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-            self.cache._kept[self, key] = _CachedForm(form, facts, held, stream, filled)
+            shared[self, key] = _CachedForm(form, facts, held, stream, filled)
             self.cache.fills += 1
             return form
         if kept.stream != stream:
             kept.wait(device)
-        if checking(device):
+        if checking(device) and shared is self.cache._kept:  # a capture computes nothing
             self._check(kept, make())
         return kept.form
 

@@ -20,8 +20,8 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
     Call `advance()` of what is returned after one of these; in checking mode (`MXEP_CHECK=1`, always on a CPU) a forgotten one is an error.
 
     Both forms of each weight stay in memory from their first use on, about 2 bytes for every such weight of this rank; where
-    FSDP shards these over several ranks, that is the gathered size. Compiled graphs and CUDA graphs quantise in every call. An optimizer
-    step inside a CUDA graph puts the cache out of use, with a warning.
+    FSDP shards these over several ranks, that is the gathered size. Compiled graphs quantise in every call, a CUDA graph once for all calls
+    in it. After an optimizer step inside a CUDA graph, eager calls quantise in every call too, and a warning says so.
 
     Args:
         model: already sharded.

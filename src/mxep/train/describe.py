@@ -145,7 +145,5 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     in_mx = any(resolve_recipe(name).gemm == "mxfp8" for name in (config.recipe, config.output_recipe))
     if not in_mx and linear_recipe(config) is None:
         yield "cache_weights", f"where nothing multiplies in MXFP8 (--recipe {config.recipe})"
-    elif config.cuda_graph:
-        yield "cache_weights", "with --cuda-graph, whose replays quantise weights in every call"
     if config.fused_layer:
         yield "fused_experts", "with --fused-layer, whose experts are always one function"

@@ -98,9 +98,9 @@ def agree_on_recompute(
     """The choice of this rank's pipeline stage: the one of its ranks' choices that keeps least. Every rank of the run must call this."""
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
     options: dict[str, Any] = {
-        name: getattr(config, name) for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward")
+        name: getattr(config, name)
+        for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward", "cache_weights")
     }
-    options["cache_weights"] = config.cache_weights and not config.cuda_graph
     linears = linear_recipe(config)
     options["mx_linears"] = linears is not None and linears.wgrad == "mx" and config.linear_fqns != ""
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))

@@ -142,8 +142,9 @@ class Trainer:
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
         projects = build.output.gemm == "mxfp8" and self.model.output is not None
         quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe or projects  # a pipeline stage may have dense layers only
-        caches = config.cache_weights and quantized and not config.cuda_graph
-        self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if caches else None
+        self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
+        if self.weight_cache is not None:
+            self.weight_cache.captured = config.cuda_graph  # replays change weights: eager steps and evaluation keep nothing
         self.schedule = Schedule(s.lr, s.warmup, s.steps, config.lr_floor, config.decay_ratio, config.decay_type)
         self.writer = CheckpointWriter(out / CHECKPOINTS, config.keep, config.async_checkpoint == "async", TIMEOUT, lock)
         self.graph = StepGraph(ranks.device) if config.cuda_graph else None
