@@ -170,7 +170,7 @@ def test_a_graph_of_a_step_with_microbatches(kind: str, recompute: bool, recipe:
     """It quantises each weight once, and trains as eager steps without a cache do, to the bit."""
     module, others = make(kind, recipe)
     plain = copy.deepcopy(module)
-    x = torch.randn(2, ROWS, D, dtype=torch.bfloat16)
+    x, fills = torch.randn(2, ROWS, D, dtype=torch.bfloat16), list[int]()
 
     def stepper(trained: nn.Module) -> tuple[Callable[[], None], torch.optim.Optimizer]:
         optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05, capturable=True, fused=True)
@@ -179,6 +179,7 @@ def test_a_graph_of_a_step_with_microbatches(kind: str, recompute: bool, recipe:
             for microbatch in x:
                 y = checkpoint(trained, microbatch, *others, use_reentrant=False) if recompute else trained(microbatch, *others)
                 y.float().square().sum().backward()
+                fills.append(cache.fills)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
 
@@ -193,12 +194,11 @@ def test_a_graph_of_a_step_with_microbatches(kind: str, recompute: bool, recipe:
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(aside)
-    assert cache.fills == 0
+    assert {*fills} == {0}, "eager steps keep nothing"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    weights = len(cache.weights)
-    assert weights <= cache.fills <= 2 * weights, "of each weight one form, or both"
+    assert fills[-1] == fills[-2] > 0, "a capture quantises each weight once"
     for _ in range(3):
         plain_step()
     for number in range(3):
@@ -236,7 +236,7 @@ def test_make_graphed_callables(kind: str) -> None:
 
 @pytest.mark.parametrize("capture_error_mode", ["global", "thread_local"])
 def test_a_variant_that_runs_in_a_graph_first(capture_error_mode: str) -> None:
-    """Calls with a cache make both forms of a weight by one kernel; a graph of forward alone makes one of them."""
+    """Calls with a cache make both forms of a weight by one kernel; a graph of forward alone, without a cache, makes one of them."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("rebased weights are Hopper's")
     module, others = make("experts", "mxfp8_wgrad_with_hp")
@@ -247,6 +247,7 @@ def test_a_variant_that_runs_in_a_graph_first(capture_error_mode: str) -> None:
         eager = module(x, *others)
         variants = quantize_weight._kernel.cache_info().currsize
         torch.cuda.synchronize()
+        keep(module, None)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode=capture_error_mode):
             captured = module(x, *others)
