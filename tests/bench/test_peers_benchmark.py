@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,6 +14,8 @@ from tests.bench_cases import CPU, FAST, check_schema
 
 from mxep.bench import markdown_tables, peers, registry
 from mxep.bench.peer_arms import PEERS
+from mxep.bench.records import merged
+from mxep.cli import main
 
 SETTING = registry.Setting(CPU, quick=True, rounds=FAST)
 
@@ -35,7 +41,7 @@ def test_records_and_tables() -> None:
         assert record["saved_bytes"]["mx"] == record["saved_bytes"]["hp"] < record["saved_bytes"]["bf16"] < record["saved_bytes"]["torch"]
     summary, graphs = markdown_tables.peers_tables(records).split("\n\n")  # and none of many tokens
     assert len(summary.splitlines()) == len(graphs.splitlines()) == 2 + len(records)
-    assert graphs.startswith("| 4 microbatches as one CUDA graph | `torch_compiled` | `torch` | `bf16` |")
+    assert graphs.startswith("| forward + backward as a CUDA graph | `torch_compiled` | `torch` | `bf16` |")
     many = [{**record, "shape": {**record["shape"], "T": 16384}} for record in records]
     for record in many:
         record["arms"] = {name: times for name, times in record["arms"].items() if not name.endswith("_graph")}
@@ -137,3 +143,23 @@ def test_weights_are_kept_once_and_no_others() -> None:
     assert {arm: kept.cache.fills for arm, kept in problem.kept.items()} == {"hp_kept": 4, "mx_kept": 4}
     kept, new = (problem.results(arm) for arm in ("mx_kept", "mx"))
     assert all(torch.equal(kept[name], new[name]) for name in peers.RESULTS)
+
+
+def test_only_some_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their records take the places of older ones, and the other cases' stay."""
+    (case,) = peers.cases(dataclasses.replace(SETTING, only="zipf"))
+    assert case.title == "tiny, 64 tokens, zipf"
+
+    def record(routing: str, T: int, commit: str) -> dict[str, Any]:
+        return {"shape": {"T": T}, "model": "tiny", "routing": routing, "commit": commit}
+
+    path = tmp_path / "peers-h200-1.json"
+    first, second = record("zipf", 64, "a"), record("random", 64, "a")
+    assert merged([first], path) == [first]
+    path.write_text(json.dumps([first, second]))
+    again, other = record("zipf", 64, "b"), record("zipf", 128, "b")
+    assert merged([other, again], path) == [again, second, other]
+    run = ["bench", "--device", "cpu", "--quick", "--only", "Zipf"]
+    assert main([*run, "peers"]) == 2
+    assert "--only 'Zipf', want a part of one of these titles: tiny, 64 tokens, random; tiny" in capsys.readouterr().err
+    assert main([*run, "rows"]) == 2

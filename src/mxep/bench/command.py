@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from mxep.bench.finetune_arms import ARMS, DEFAULT_MODEL, MODELS
 from mxep.bench.layer import parse_size
 from mxep.bench.peer_arms import PEERS
 from mxep.bench.ranks import is_rank, rank_group, start_ranks
-from mxep.bench.records import RESULTS, Record, device_name, write_records
+from mxep.bench.records import RESULTS, Record, device_name, merged, record_path, write_records
 from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
 from mxep.bench.tables import tables
 from mxep.device import default_device_type
@@ -74,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu needs --quick: tiny shapes, for CI")
     parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run; T of all ranks")
     parser.add_argument("--peers", action="extend", type=split_names, metavar="A,B", help=f"peers: of {', '.join(PEERS)} (default all)")
+    only = "peers: only cases whose title contains this; those of a record that are not run stay"
+    parser.add_argument("--only", default="", metavar="TEXT", help=only)
     parser.add_argument("--arms", action="extend", type=split_names, metavar="A,B", help=f"finetune: of {', '.join(ARMS)} (default all)")
     parser.add_argument("--model", default=None, metavar="NAME", help=f"finetune: {' or '.join(MODELS)} (default {DEFAULT_MODEL})")
     parser.add_argument("--layers", type=int, default=None, help="finetune: of its model (default all)")
@@ -103,6 +106,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.name}: --recipes are those of a training; want `mxep bench train`")
     if options.peers is not None and options.name != "peers":
         raise ValueError(f"{options.name}: --peers are other packages' experts; want `mxep bench peers`")
+    if options.only and options.name != "peers":
+        raise ValueError(f"{options.name}: --only names cases of experts beside other packages'; want `mxep bench peers`")
     if unknown := [name for name in options.peers or () if name not in PEERS]:
         raise ValueError(f"{options.name}: --peers {','.join(unknown)}, want {', '.join(PEERS)}")
     counts = {"--layers": options.layers, "--sequences": options.sequences, "--memory-gib": options.memory_gib}
@@ -126,6 +131,7 @@ def _command_text(options: argparse.Namespace, world: int) -> str:
     flags = [f"--{name.replace('_', '-')}" for name in ("quick", "record", "cuda_graph") if getattr(options, name)]
     flags += ["--device cpu"] if options.device == "cpu" else []
     flags += ["--thiek " + ",".join(map(str, options.thiek))] if options.thiek is not None else []
+    flags += [f"--only {shlex.quote(options.only)}"] if options.only else []
     flags += [f"--{name} " + ",".join(given) for name in ("peers", "arms") if (given := getattr(options, name))]
     flags += [f"--{name.replace('_', '-')} {given}" for name in _SIZES if (given := getattr(options, name)) is not None]
     start = f"torchrun --nproc-per-node={world} -m mxep" if world > 1 else "mxep"
@@ -137,7 +143,8 @@ def _measure(options: argparse.Namespace) -> int:
     with rank_group(BENCHMARKS[options.name].distributed, options.device) as (device, group):
         peers, arms = tuple(options.peers or ()), tuple(options.arms or ())
         sizes = {name: getattr(options, name) for name in _SIZES}
-        setting = Setting(device, options.quick, group, size=options.thiek, peers=peers, arms=arms, cuda_graph=options.cuda_graph, **sizes)
+        named = {"size": options.thiek, "peers": peers, "only": options.only, "arms": arms, "cuda_graph": options.cuda_graph}
+        setting = Setting(device, options.quick, group, **named, **sizes)
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
 
@@ -149,7 +156,9 @@ def _measure(options: argparse.Namespace) -> int:
             name = records[0]["benchmark"] + ("" if options.model in (None, DEFAULT_MODEL) else f"-{options.model}")
             name += "" if options.memory_gib is None else f"-{options.memory_gib:g}gib"
             name += "-graph" if options.cuda_graph else ""
-            return write_records(name, device_name(device), setting.world, records, options.out, complete=complete)
+            place = name, device_name(device), setting.world
+            records = merged(records, record_path(*place, options.out)) if options.only else records
+            return write_records(*place, records, options.out, complete=complete)
 
         def keep(records: list[Record]) -> None:
             if first and options.record:

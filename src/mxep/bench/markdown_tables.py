@@ -236,11 +236,12 @@ def peers_tables(records: Records) -> str:
     for record in graphed:
         ms = median_ms(record)
         base = ms[f"{peers.COMPILED}_graph"]
-        what = f"{record_place(record)}, {record['model'].partition(',')[0]}, {record['shape']['T']} tokens"
-        rows.append([what, f"{base:.2f} ms", *(f"{base / ms[f'{arm}_graph']:.2f}x" for arm in arms)])
+        calls = record.get("microbatches", 1)  # older records do not have it
+        tokens = f"{calls} x {record['shape']['T']} tokens" if calls > 1 else f"{record['shape']['T']} tokens"
+        speeds = (f"{base / ms[f'{arm}_graph']:.2f}x" if f"{arm}_graph" in ms else "-" for arm in arms)
+        rows.append([f"{record_place(record)}, {record['model'].partition(',')[0]}, {tokens}", f"{base:.2f} ms", *speeds])
     if rows:
-        title = f"{peers.MICROBATCHES} microbatches as one CUDA graph"
-        parts.append(markdown(_bars(title, f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows))
+        parts.append(markdown(_bars("forward + backward as a CUDA graph", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows))
     return "\n\n".join([*parts, *(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))])
 
 

@@ -269,11 +269,15 @@ class PeersProblem:
         users = 2 if self.few and self.setting.device.type == "cuda" else 1  # eager calls and a graph
         assert all(fills == users * (2 if both else 4) for fills in filled.values()), f"weights kept: {filled} fills, want each form once"
         found = host_facts({arm: partial(run_arm, stages) for arm, stages in self.timed.items()}, self.setting.device, _HOST_BATCH)
-        return found | {
-            "errors": self.errors,
-            "saved_bytes": {arm: saved_bytes(stages, (self.w1, self.w2)) for arm, stages in self.timed.items()},
-            "left_out": self.left_out,
-        }
+        return (
+            found
+            | ({"microbatches": MICROBATCHES} if self.few else {})
+            | {
+                "errors": self.errors,
+                "saved_bytes": {arm: saved_bytes(stages, (self.w1, self.w2)) for arm, stages in self.timed.items()},
+                "left_out": self.left_out,
+            }
+        )
 
     def limits(self) -> dict[str, Arm]:
         """Dense products of the same sizes."""
@@ -287,7 +291,7 @@ class PeersProblem:
     def case(self) -> Case:
         figures = partial(compute_figures, targets=_TARGETS.get(self.name, {}) if self.routing == "random" else {})
         facts = {"model": self.name, "routing": self.routing, "check": _CHECK}
-        title = f"{self.name}, {self.shape.T} tokens, {self.routing}"
+        title = _title(self.name, self.shape, self.routing)
         self.arms = self.timed | self.limits()  # the check removes peers that fail
         return Case(title, self.shape._asdict(), self.arms, self.check, figures, facts, after=self.after)
 
@@ -326,5 +330,13 @@ def cases(setting: Setting) -> Iterator[Case]:
     wanted += [(f"{name}, few tokens", SHAPES[name]._replace(T=T), "random") for name in _MODELS for T in FEW_TOKENS]
     if setting.tiny or setting.quick:
         wanted = [("tiny", _TINY, routing) for routing in ROUTINGS] if setting.tiny else wanted[:1]
-    for name, shape, routing in wanted:
-        yield PeersProblem(setting, name, shape, routing).case()
+    titles = [_title(*case) for case in wanted]
+    if not any(setting.only in title for title in titles):
+        raise ValueError(f"peers: --only {setting.only!r}, want a part of one of these titles: {'; '.join(titles)}")
+    for case, title in zip(wanted, titles, strict=True):
+        if setting.only in title:
+            yield PeersProblem(setting, *case).case()
+
+
+def _title(name: str, shape: Shape, routing: str) -> str:
+    return f"{name}, {shape.T} tokens, {routing}"

@@ -61,10 +61,26 @@ def write_records(
     Records that are not `complete` go to NAME.json.part, which nothing reads and an interrupted run leaves.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{benchmark}-{device}-{world_size}.json"
+    path = record_path(benchmark, device, world_size, folder)
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps(records, indent=1) + "\n")
     return part.replace(path) if complete else part
+
+
+def merged(records: Sequence[Record], path: Path) -> list[Record]:
+    """The records of a file, which may be missing, with `records` in place of those of the same shape, model and routing, or at the end."""
+
+    def case(of: Record) -> tuple:
+        return of["shape"], of.get("model"), of.get("routing")
+
+    old = json.loads(path.read_text()) if path.exists() else []
+    found = [next((new for new in records if case(new) == case(record)), record) for record in old]
+    return [*found, *(new for new in records if case(new) not in map(case, old))]
+
+
+def record_path(benchmark: str, device: str, world_size: int, folder: Path = RESULTS) -> Path:
+    """The file of a benchmark's records."""
+    return folder / f"{benchmark}-{device}-{world_size}.json"
 
 
 def read_records(benchmark: str, folder: Path = RESULTS) -> list[Record]:

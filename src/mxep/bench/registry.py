@@ -80,8 +80,8 @@ BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
 class Setting:
     """Device, ranks and sizes of a run: quick is one small set of shapes; on a CPU the shapes are tiny and only exercise the code.
 
-    `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.  `peers`: the
-    only ones of `peer_arms.PEERS` to run.
+    `rounds` takes precedence over the case's and the benchmark's.  `size`: (T_global, D, H, E, C) of the only layer to run.  Of `peers`:
+    `peers`, the only ones of `peer_arms.PEERS` to run; `only`, which the titles of all cases to run contain.
 
     Of `finetune`: `arms`, the only ones to run; `model` and its `layers`; `sequences` of a step; `memory_gib`, within which activations
     are kept; `cuda_graph`, whether steps are replayed.
@@ -93,6 +93,7 @@ class Setting:
     rounds: Rounds | None = None
     size: tuple[int, int, int, int, int] | None = None
     peers: tuple[str, ...] = ()
+    only: str = ""
     arms: tuple[str, ...] = ()
     model: str | None = None
     layers: int | None = None
