@@ -94,7 +94,7 @@ def test_sizes_that_do_not_fit(options: dict, message: str) -> None:
 def test_a_histogram_of_another_size() -> None:
     with pytest.raises(ValueError, match="want \\(16,\\)"):
         NetworkProfiler(16, 32, 1, group="").profile(torch.ones(3))
-    with pytest.raises(ValueError, match="histogram is list, want a torch.Tensor"):
+    with pytest.raises(ValueError, match=r"histogram is list, want a torch.Tensor"):
         NetworkProfiler(16, 32, 1, group="").profile([1] * 16)
 
 

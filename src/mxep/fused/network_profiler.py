@@ -129,7 +129,7 @@ class NetworkProfiler:
         self.num_experts = _EXPERTS_A_RANK * world if num_experts is None else num_experts
         for name, value in (("T_local", T_local), ("D", D), ("C", C), ("num_experts", self.num_experts)):
             check_count(_WHERE, name, value)
-        if D % MX_BLOCK or C > self.num_experts or dtype not in (torch.bfloat16, torch.float32):
+        if D % MX_BLOCK or self.num_experts < C or dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"{_WHERE}: D={D}, C={C}, {dtype} with {self.num_experts} experts, want D a multiple of {MX_BLOCK}, C from 1 to the "
                 "experts, bfloat16 or float32"
