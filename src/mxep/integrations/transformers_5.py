@@ -33,7 +33,7 @@ from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.parallel.conversion import shown_names
-from mxep.parallel.linears import MXLinear, convert_linears, replace_linears, why_linear_stays
+from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
 from mxep.recipe import Recipe, resolve_recipe
@@ -377,7 +377,7 @@ def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Seq
                 done.left[name] = f"linear, {reason}"
             else:
                 chosen[name] = linear
-        replace_linears(model, chosen, recipe)
+        switch_linears(chosen, recipe)
         converted = list(chosen)
     if converted:
         done._undo.append(functools.partial(unconvert, model, converted))

@@ -99,8 +99,8 @@ def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwarg
         return forward(model, *args, **kwargs)
     if torch.is_autocast_enabled(labels.device.type) and torch.get_autocast_dtype(labels.device.type) == torch.float16:
         raise ValueError(
-            f"transformers_5.accelerate: {type(model).__name__} under autocast to float16, want torch.bfloat16 (bf16=True of a Trainer); or "
-            "undo the conversion, and accelerate(..., head=False, linears=None)"
+            f"transformers_5.accelerate: {type(model).__name__} under autocast to float16, want torch.bfloat16 (bf16=True of a Trainer); "
+            "or undo the conversion, and accelerate(..., head=False, linears=None)"
         )
     state.targets = _Targets(_next_tokens(labels, kwargs), kwargs.get("num_items_in_batch"))
     state.shift_labels = kwargs.get("shift_labels")
