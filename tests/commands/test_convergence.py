@@ -73,7 +73,7 @@ def test_a_verdict_needs_seeds_and_evaluations(seeds: int, steps: int, every: in
     assert all(text in said for text, said in zip(missing, found["no_verdict"], strict=True))
     record = {**found, "steps": steps, "device": "cpu", "world_size": 1, "shape": {"T": 8}, "model": {"name": "small", "parameters": 1e6}}
     said = "no verdict" if missing else "yes"
-    table = markdown_tables.convergence_table([{**record, "data": {"unit": "byte"}}])
+    table = markdown_tables.convergence_table([{**record, "lr": 1e-3, "data": {"unit": "byte"}}])
     assert f"| {said} |" in table
     assert ("nan" in table, "|  | no verdict |" in table) == (False, seeds == 1)
     del found["no_verdict"]
