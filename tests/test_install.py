@@ -40,6 +40,15 @@ def test_python_m_mxep_is_the_command_line() -> None:
     assert "no command 'no-such-command'" in done.stderr
 
 
+def test_every_commands_paths_begin_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell leaves the ~ after = as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["convergence", "--resume", "--out=~/runs"]) == 2
+    assert f"nothing to continue in {tmp_path}/runs (" in capsys.readouterr().err
+
+
 def test_extras_are_those_of_the_project() -> None:
     imported = {"sgl_deep_gemm": "deep_gemm"}  # packages whose module has another name
     named = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,12 @@ def usage() -> str:
     )
 
 
+def _from_home(word: str) -> str:
+    """--out=~/x with the home folder in place of ~, which the shell leaves as it is behind the =."""
+    option, equals, value = word.partition("=")
+    return f"{option}={os.path.expanduser(value)}" if equals and option.startswith("--") else word
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status, 2 for an unknown command or a ValueError, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -41,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"mxep {mxep.__version__}")
         return 0
-    name, *rest = arguments
+    name, *rest = map(_from_home, arguments)
     if name not in COMMANDS:
         print(f"mxep: error: no command {name!r}, want one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2

@@ -73,7 +73,7 @@ def test_a_verdict_needs_seeds_and_evaluations(seeds: int, steps: int, every: in
     assert all(text in said for text, said in zip(missing, found["no_verdict"], strict=True))
     record = {**found, "steps": steps, "device": "cpu", "world_size": 1, "shape": {"T": 8}, "model": {"name": "small", "parameters": 1e6}}
     said = "no verdict" if missing else "yes"
-    table = markdown_tables.convergence_table([{**record, "data": {"unit": "byte"}}])
+    table = markdown_tables.convergence_table([{**record, "lr": 1e-3, "data": {"unit": "byte"}}])
     assert f"| {said} |" in table
     assert ("nan" in table, "|  | no verdict |" in table) == (False, seeds == 1)
     del found["no_verdict"]
@@ -118,7 +118,7 @@ def test_two_pieces_make_a_record(tmp_path: Path, capsys: pytest.CaptureFixture)
     small = ["--model", "dsv3_debug_cpu", "--steps", "10", "--seq-len", "16", "--batch", "1", "--eval-tokens", "64", "--device", "cpu"]
     out = ["--out", str(tmp_path / "runs"), "--at-once", "2"]
     assert command([*out, "--seeds", "1", "--seconds", "5", "--", "--data", str(tmp_path / "text"), *small]) == 0
-    other = {"device": "cpu", "model": {"name": "other"}, "arms": {}, "steps": 10}
+    other = {"device": "cpu", "model": {"name": "other"}, "arms": {}, "steps": 10, "seq_len": 16, "tokens": 160, "lr": 1e-3}
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "convergence-cpu-1.json").write_text(json.dumps([other]))
     assert command([*out, "--resume", "--record", str(tmp_path / "records")]) == 0
@@ -221,8 +221,15 @@ def test_given_options_override_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "given.toml").write_text("eval_tokens = 4096\ncache_weights = false\nlog_every = 3\n")
     of_file = read_options(train_options(["--model", "dsv3_debug", "--config", str(tmp_path / "given.toml")], tmp_path))
     assert (of_file.eval_tokens, of_file.cache_weights, of_file.log_every) == (4096, False, 3)
-    assert of_file.checkpoint_every == 1000  # the preset's steps
+    assert (of_file.checkpoint_every, of_file.keep) == (None, 1)  # a tenth of the run
     assert train_options([], tmp_path)[:4] == ["--model", "dsv3_small", "--data", str(tmp_path / "corpus.jsonl")]
+
+
+def test_a_record_takes_the_place_of_one_with_the_same_tokens_and_learning_rate(tmp_path: Path) -> None:
+    record = {"device": "cpu", "model": {"name": "a"}, "arms": {}, "steps": 10, "seq_len": 16, "tokens": 160, "lr": 1e-3}
+    others = [record | {"lr": 2e-3}, record | {"tokens": 320}]
+    (tmp_path / "convergence-cpu-1.json").write_text(json.dumps([record, *others]))
+    assert convergence._other_records(record, tmp_path) == others
 
 
 def test_arms_have_options_of_their_own(tmp_path: Path) -> None:

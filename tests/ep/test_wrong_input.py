@@ -93,6 +93,8 @@ def test_arguments_that_are_no_tensor() -> None:
         "x": lambda: mxep.fused_experts([1.0], chosen, chosen.float(), w1, None, w2, None, num_experts=2, group=""),
         "experts": lambda: mxep.fused_experts(rows(), chosen.tolist(), chosen.float(), w1, None, w2, None, num_experts=2, group=""),
         "w1": lambda: mxep.fused_experts(rows(), chosen, chosen.float(), w1.tolist(), None, w2, None, num_experts=2, group=""),
+        "b1": lambda: mxep.fused_experts(rows(), chosen, chosen.float(), w1, [[0.0] * 64] * 2, w2, None, num_experts=2, group=""),
+        "b2": lambda: mxep.fused_moe(rows(), w1[:, 0], w1, None, w2, [[0.0] * D] * 2, top_k=1, num_experts=2, group=""),
         "weight": lambda: mxep.ep_grouped_mm(rows(), [1.0], [ROWS], [ROWS], COUNTS, ""),
         "data": lambda: mxep.quantize_mx([1.0]),
         "hidden": lambda: mxep.linear_cross_entropy([1.0], w2[0], chosen),

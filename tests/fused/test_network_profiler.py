@@ -80,8 +80,9 @@ def test_experts_follow_the_histogram() -> None:
     [
         ({"D": 33}, "multiple of 32"),
         ({"C": 99}, "C from 1"),
-        ({"T_local": 0}, "a token or more"),
-        ({"num_experts": 0}, "with 0 experts"),
+        ({"T_local": 0}, "T_local=0, want a positive whole number"),
+        ({"T_local": 16.0}, "T_local=16.0, want a positive whole number"),
+        ({"num_experts": 4.0}, "num_experts=4.0, want a positive whole number"),
         ({"dtype": torch.float16}, "bfloat16 or float32"),
     ],
 )
@@ -93,6 +94,8 @@ def test_sizes_that_do_not_fit(options: dict, message: str) -> None:
 def test_a_histogram_of_another_size() -> None:
     with pytest.raises(ValueError, match="want \\(16,\\)"):
         NetworkProfiler(16, 32, 1, group="").profile(torch.ones(3))
+    with pytest.raises(ValueError, match=r"histogram is list, want a torch.Tensor"):
+        NetworkProfiler(16, 32, 1, group="").profile([1] * 16)
 
 
 def test_the_command_writes_a_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

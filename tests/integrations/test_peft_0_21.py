@@ -412,3 +412,16 @@ def test_an_adapter_of_an_experts_bias_is_pefts_own() -> None:
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
     for name, grad in found[1][1].items():
         torch.testing.assert_close(found[0][1][name], grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [mxep.MoE, mxep.FusedMoE])
+def test_adapters_of_our_layers_experts_are_pefts_own(kind: type[mxep.MoE]) -> None:
+    torch.manual_seed(0)
+    layer = kind(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2), "mxfp8_wgrad_with_hp")
+    layer.init_weights(0.1)
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.w1", "experts.w2"], init_lora_weights=False)
+    wrapped, x = peft.get_peft_model(nn.Sequential(layer), config), torch.randn(16, 64)
+    y = wrapped(x)
+    y.sum().backward()
+    assert all(parameter.grad.count_nonzero() for name, parameter in wrapped.named_parameters() if "lora" in name)
+    torch.testing.assert_close(wrapped.merge_and_unload()(x), y.detach())

@@ -243,6 +243,13 @@ def test_autocast_rounds_the_head_as_a_linear_layer() -> None:
         torch.testing.assert_close(model(**inputs).loss, want, rtol=1e-3, atol=0.0)
 
 
+def test_autocast_to_float16_is_refused_before_the_first_layer() -> None:
+    model = model_of()
+    transformers_5.accelerate(model, "bf16", experts=False, linears=None)
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"autocast to float16, want torch\.bfloat16"):
+        model.forward(input_ids=None, labels=tokens_of(0))
+
+
 def test_linear_layers_that_are_faster_in_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     done = transformers_5.accelerate(model, MX)
@@ -329,9 +336,11 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=r"'attn' matched no torch\.nn\.Linear"):
         transformers_5.accelerate(model, MX, linears="attn")
     assert model.get_experts_implementation() == before
-    transformers_5.accelerate(model, MX)
-    with pytest.raises(ValueError, match="a model with converted modules"):
-        transformers_5.accelerate(model, MX)
+    for parts in ({}, {"head": False, "routers": False}, {"head": False, "experts": False}):
+        done = transformers_5.accelerate(model, MX, **parts)
+        with pytest.raises(ValueError, match=r"a model with converted modules, .* undo\(\)"):
+            transformers_5.accelerate(model, MX)
+        done.undo()
     with pytest.raises(ValueError, match=f"another recipe is called '{MX}' already"):
         transformers_5.accelerate(model_of(), Recipe(MX))
 

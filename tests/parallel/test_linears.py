@@ -287,3 +287,12 @@ def test_the_dtype_of_few_rows_under_autocast(adapter: bool) -> None:
             y = linear(x, lora)
         assert y.dtype == torch.float32
         assert torch.equal(y, linear(x, lora)) or (rows == 128 and adapter)
+
+
+def test_a_layer_that_a_list_holds_too() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    held = [model[0]]
+    convert_linears(model)
+    assert held == [*model]
+    convert_linears(model, recipe="bf16")
+    assert held == [*model]

@@ -298,3 +298,8 @@ def test_bf16_gradients_of_one_rank_are_those_of_fsdp(one_rank: None, shape: Mod
     with_fsdp, without = (gradients_in_bf16(by_fsdp, shape, recipe) for by_fsdp in (True, False))
     assert {grad.dtype for grad in without.values()} == {torch.bfloat16}
     assert len(same(with_fsdp, without)) == len(with_fsdp) > 10
+
+
+def test_an_unknown_compile_backend_is_refused_before_the_data_is_read(tmp_path: Path, one_rank: None) -> None:
+    with pytest.raises(ValueError, match=r"--compile-backend=inducter, want one of .*inductor"):
+        trainer(0, 1, str(tmp_path), data=("no such text",), compile=True, compile_backend="inducter")

@@ -99,10 +99,11 @@ def test_toml_by_either_name_and_the_command_line_before_it(tmp_path: Path) -> N
 
 def test_paths_begin_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    toml(tmp_path, 'tokenizer = "~/words"\ndata-cache = "~nobody-here/x"')
+    toml(tmp_path, 'model = "~/hf"\ntokenizer = "~/words"\ndata-cache = "~nobody-here/x"')
     config = read_options(["--config=~/run.toml", "--out=~/runs/x", "--init-from", "~/hf"])
     assert (config.out, config.init_from, config.tokenizer) == (tmp_path / "runs/x", tmp_path / "hf", tmp_path / "words")
     assert config.data_cache == Path("~nobody-here/x")
+    assert config.model == str(tmp_path / "hf")
 
 
 @pytest.mark.parametrize(

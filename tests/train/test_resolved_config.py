@@ -167,8 +167,11 @@ def test_a_run_of_a_folder_resumes_without_it(tmp_path: Path, one_rank: None) ->
         trainer(0, 1, str(tmp_path / "run"), **small, model=str(path), resume=True)
 
 
-def test_explain_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = folder(tmp_path / "mine", "dsv3_16b")
+    assert main(["explain", "--model=~/mine"]) == 0
+    assert "mine: 15.7" in capsys.readouterr().out
     assert main(["explain", "--model", str(path), "--layers", "8"]) == 0
     assert "mine_of_8_layers: 4.59 billion parameters" in capsys.readouterr().out
     (path / "config.json").write_text(json.dumps({**published_config(MODELS["dsv3_16b"]), "hidden_act": "gelu"}))

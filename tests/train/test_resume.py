@@ -24,6 +24,7 @@ from mxep.train.metrics import read_metrics
 from mxep.train.optimizer import Schedule
 from mxep.train.option_parser import read_options
 from mxep.train.run_folder import find_checkpoint
+from mxep.train.step import MicrobatchRunner
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def test_a_bare_resume_prints_no_changes(tmp_path: Path, text: str, one_rank: No
     assert "change" not in {record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")}
 
 
-def test_a_start_that_is_refused_changes_nothing(
+def test_a_start_that_is_refused_or_fails_in_its_first_step_changes_nothing(
     tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """The next start moves the newer checkpoint aside, and copies its metrics. One from the newest checkpoint repeats steps alone."""
@@ -192,6 +193,10 @@ def test_a_start_that_is_refused_changes_nothing(
         patch.setitem(sys.modules, "torch.utils.tensorboard", None)
         with pytest.raises(ValueError, match="--tensorboard needs TensorBoard; pip install"):
             trainer(0, 1, str(tmp_path), **options, tensorboard=True).train()
+    with monkeypatch.context() as patch:
+        patch.setattr(MicrobatchRunner, "backward", lambda *_: torch.empty(-1))
+        with pytest.raises(RuntimeError, match="negative dimension"):
+            trainer(0, 1, str(tmp_path), **options, lr=1.0).train()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not trainer(0, 1, str(tmp_path), **options).train()
     moved = tmp_path / "checkpoints" / "set_aside" / "step_00000003"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -123,11 +124,26 @@ def test_a_silent_holder_elsewhere_is_taken_over_after_two_minutes(
     lock.release()
 
 
+def test_a_copied_folder_is_judged_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that is named there holds the folder that was copied."""
+    (tmp_path / "run").mkdir()
+    lock = lock_run_folder(tmp_path / "run", print)
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    check_unlocked(copy)
+    clock, said = Clock(monkeypatch), list[str]()
+    lock_run_folder(copy, said.append).release()
+    assert SILENT_S <= clock.now < SILENT_S + 1
+    assert "(another host, container or folder)" in said[0]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=f"in use by run {lock.run}"):
+        check_unlocked(tmp_path / "moved")
+
+
 def test_a_heartbeat_elsewhere_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = elsewhere()
     write_lock(tmp_path, owner)
     clock = Clock(monkeypatch, lambda now: now > HEARTBEAT_S and write_lock(tmp_path, owner, 2))
-    with pytest.raises(ValueError, match=r"on node7 \(another host or container\).*its heartbeat goes on"):
+    with pytest.raises(ValueError, match=r"on node7 \(another host, container or folder\).*its heartbeat goes on"):
         lock_run_folder(tmp_path, print)
     assert clock.now < HEARTBEAT_S + 1
 

@@ -417,7 +417,7 @@ def convergence_table(records: Records) -> str:
     for record in records:
         unit = record["data"]["unit"]
         size = f"{record['model']['name']}, {record['model']['parameters'] / 1e6:.0f} million parameters"
-        what = f"{size}, {record['steps']} steps of {record['shape']['T']} {unit}s"
+        what = f"{size}, {record['steps']} steps of {record['shape']['T']} {unit}s, lr {record['lr']:g}"
         *_, baseline = record["arms"]
         for name, arm in record["arms"].items():
             ratio = f"{name}_held_out_vs_{baseline}"

@@ -232,7 +232,7 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
     data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
     defaults = {
         "eval_tokens": ("--eval-tokens", str(max(98304, settings.seq_len))),
-        "checkpoint_every": ("--checkpoint-every", str(steps)),
+        "keep": ("--keep", "1"),
         "cache_weights": ("--cache-weights",),
         "log_every": ("--log-every", "100"),
     }
@@ -333,10 +333,10 @@ def without_folder(word: str) -> str:
 
 
 def _other_records(record: Mapping[str, Any], folder: Path) -> list[Record]:
-    """Records of other models, arms and lengths on the same kind of device, which stay in the file."""
+    """Records of other models, arms, lengths, batches and learning rates on the same kind of device, which stay in the file."""
 
     def compared(of: Mapping[str, Any]) -> list[Any]:
-        return [of["model"], [*of["arms"]], of["steps"]]
+        return [of["model"], [*of["arms"]], *(of[name] for name in ("steps", "seq_len", "tokens", "lr"))]
 
     same_device = [old for old in read_records("convergence", folder) if old["device"] == record["device"]]
     return [old for old in same_device if compared(old) != compared(record)]

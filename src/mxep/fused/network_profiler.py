@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mxep.checks import check_count, check_tensors
 from mxep.comm import group_name_of, resolve_group, transport_of
 from mxep.fused.dispatcher import DispatchSpec, RowExchange
 from mxep.fused.make_dispatcher import ep_degree, make_dispatcher
@@ -126,10 +127,12 @@ class NetworkProfiler:
         self.group_name = group_name_of(_WHERE, group)
         world = dist.get_world_size(resolve_group(_WHERE, self.group_name)) if self.group_name else 1
         self.num_experts = _EXPERTS_A_RANK * world if num_experts is None else num_experts
-        if T_local < 1 or D < MX_BLOCK or D % MX_BLOCK or not 1 <= C <= self.num_experts or dtype not in (torch.bfloat16, torch.float32):
+        for name, value in (("T_local", T_local), ("D", D), ("C", C), ("num_experts", self.num_experts)):
+            check_count(_WHERE, name, value)
+        if D % MX_BLOCK or self.num_experts < C or dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
-                f"{_WHERE}: T_local={T_local}, D={D}, C={C}, {dtype} with {self.num_experts} experts, want a token or more, D a multiple "
-                f"of {MX_BLOCK}, C from 1 to the experts, bfloat16 or float32"
+                f"{_WHERE}: D={D}, C={C}, {dtype} with {self.num_experts} experts, want D a multiple of {MX_BLOCK}, C from 1 to the "
+                "experts, bfloat16 or float32"
             )
         self.world, self.T, self.D, self.C, self.dtype = world, T_local, D, C, dtype
         self.config, self.recipe = resolve_runtime("NetworkProfiler", config), resolve_recipe(recipe)
@@ -149,6 +152,7 @@ class NetworkProfiler:
         """
         if histogram is None:
             histogram = torch.ones(self.num_experts)
+        check_tensors(_WHERE, histogram=histogram)
         if histogram.shape != (self.num_experts,) or not bool((histogram >= 0).all()) or not bool(histogram.sum() > 0):
             raise ValueError(
                 f"{_WHERE}: histogram of shape {tuple(histogram.shape)}, want ({self.num_experts},) counts of at least 0, not all 0"

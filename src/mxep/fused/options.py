@@ -168,6 +168,8 @@ def _check_weights(where: str, x: Tensor, router: Tensor | None, weights: Expert
     for name, value, shape in wanted:
         if value is None:
             continue
+        if not isinstance(value, Tensor):
+            check_tensors(where, **{name: value})
         if isinstance(value, DTensor):
             raise ValueError(f"{where}: {name} is a DTensor {tuple(value.shape)}, want this rank's own part; pass {name}.to_local()")
         moved = isinstance(value, MXTensor) and not (isinstance(value, MXWeight) and name in ("w1", "w2", "w3"))

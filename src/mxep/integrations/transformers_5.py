@@ -33,7 +33,7 @@ from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.parallel.conversion import shown_names
-from mxep.parallel.linears import MXLinear, convert_linears, replace_linears, why_linear_stays
+from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
 from mxep.recipe import Recipe, resolve_recipe
@@ -45,7 +45,7 @@ try:
 
     from mxep.integrations.transformers_activations import activation_of
     from mxep.integrations.transformers_liger import convert_norm, convert_rotary, norm_kernel, rms_norm_form, rotary_form, why_modules_stay
-    from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
+    from mxep.integrations.transformers_loss import convert_loss, why_loss_stays
     from mxep.integrations.transformers_router import convert_router, router_form
 except ImportError as error:
     try:
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
 _HIGH_PRECISION = Recipe.named("hp")  # of adapters
+_MARK = "_mxep_accelerated"  # an attribute of a converted model
 _log = logging.getLogger(__name__)
 _OWN = {"eager", *ExpertsInterface(), *EPImplementationInterface()}  # as they are before `register`
 
@@ -337,7 +338,7 @@ def accelerate(
     where, chosen, of_head = f"{__name__}.accelerate", resolve_recipe(recipe), resolve_recipe(head_recipe)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")
-    if is_loss_converted(model) or any(isinstance(module, MXLinear) for module in model.modules()):
+    if any(isinstance(module, MXLinear) or _MARK in vars(module) for module in model.modules()):
         raise ValueError(f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned")
     done = Acceleration()
     try:
@@ -358,6 +359,8 @@ def accelerate(
         raise
     if not done.converted:
         raise ValueError(f"{where}: nothing of {type(model).__name__} can be converted\n{done}")
+    setattr(model, _MARK, True)
+    done._undo.insert(0, functools.partial(delattr, model, _MARK))
     _log.info("%s", done)
     return done
 
@@ -374,7 +377,7 @@ def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Seq
                 done.left[name] = f"linear, {reason}"
             else:
                 chosen[name] = linear
-        replace_linears(model, chosen, recipe)
+        switch_linears(chosen, recipe)
         converted = list(chosen)
     if converted:
         done._undo.append(functools.partial(unconvert, model, converted))

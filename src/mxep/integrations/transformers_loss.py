@@ -92,16 +92,16 @@ def convert_loss(model: PreTrainedModel, recipe: Recipe) -> Callable[[], None]:
     return undo
 
 
-def is_loss_converted(model: PreTrainedModel) -> bool:
-    """Whether `convert_loss` has converted the model."""
-    return getattr(vars(model).get("forward"), "func", None) is _model_forward
-
-
 def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwargs: Any) -> Any:
     forward = type(model).forward
     labels, kept = kwargs.get("labels"), kwargs.get("logits_to_keep", 0)
     if not model.training or labels is None or not isinstance(kept, int) or kept != 0:
         return forward(model, *args, **kwargs)
+    if torch.is_autocast_enabled(labels.device.type) and torch.get_autocast_dtype(labels.device.type) == torch.float16:
+        raise ValueError(
+            f"transformers_5.accelerate: {type(model).__name__} under autocast to float16, want torch.bfloat16 (bf16=True of a Trainer); "
+            "or undo the conversion, and accelerate(..., head=False, linears=None)"
+        )
     state.targets = _Targets(_next_tokens(labels, kwargs), kwargs.get("num_items_in_batch"))
     state.shift_labels = kwargs.get("shift_labels")
     try:

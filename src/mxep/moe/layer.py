@@ -84,7 +84,10 @@ class MoE(nn.Module):
 
     def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens (T, D) -> outputs of the routed experts (T, D), and counts, shares and z of `Routing`. One host sync, in the plan."""
-        recipe, experts = self.experts.recipe, self.config.num_experts
+        recipe: Recipe | None = getattr(self.experts, "recipe", None)
+        if recipe is None:  # peft's target_parameters wrap the experts
+            recipe = next(module.recipe for module in self.experts.modules() if isinstance(module, Experts))
+        experts = self.config.num_experts
         routing = self.router(tokens, self.expert_bias)  #                   scores (T, C), experts (T, C)
         rows, order, counts = sort_tokens_by_expert(tokens, routing.experts, experts)  # (T', D), T' = T*C, sorted by expert, hence by rank
         rows = self._weigh_inputs(rows, routing.scores, order)  #            (T', D)

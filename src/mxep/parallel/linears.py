@@ -207,19 +207,19 @@ def convert_linears(
         for restore in filter(None, restored.values()):
             restore()
         return list(converted)
-    replace_linears(model, chosen, chosen_recipe)
+    switch_linears(chosen, chosen_recipe)
     return list(chosen)
 
 
-def replace_linears(model: nn.Module, chosen: Mapping[str, nn.Linear], recipe: Recipe) -> None:
-    """Make exactly these layers of a model, by their full names, compute by a recipe; one that has several names stays one layer."""
-    layers: dict[nn.Linear, MXLinear] = {}
+def switch_linears(chosen: Mapping[str, nn.Linear], recipe: Recipe) -> None:
+    """Make exactly these layers, by their full names, compute by a recipe. They stay the same objects, which other places may hold."""
+    switched: dict[nn.Linear, MXLinear] = {}
     for name, linear in chosen.items():
-        if linear not in layers:
-            layers[linear] = linear if isinstance(linear, MXLinear) else MXLinear(linear, recipe, name)
+        if not isinstance(linear, MXLinear) and linear not in switched:
+            switched[linear] = MXLinear(linear, recipe, name)
+    for linear, layer in switched.items():  # no layer, if one of them is an error
+        vars(linear).update(vars(layer))
+        linear.__class__ = MXLinear
     for name, linear in chosen.items():
-        if layers[linear] is linear:
-            layers[linear].recipe = recipe
-        else:
-            model.set_submodule(name, layers[linear])
+        linear.recipe = recipe  # type: ignore[assignment]
         _log.info("%s computes with recipe %s", name, recipe.name)

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,6 +115,7 @@ class MetricsLog:
         enabled: False on all ranks but 0; nothing happens there.
         unit: what one token is called.
         tensorboard: write every figure to <out>/tensorboard as well.
+        at_first_step: called before the first step is logged, for lines to print; until then the files stay as they are, and records wait.
 
     Raises:
         ValueError: TensorBoard is asked for and not installed.
@@ -129,6 +130,7 @@ class MetricsLog:
         enabled: bool = True,
         unit: str = "token",
         tensorboard: bool = False,
+        at_first_step: Callable[[], Iterable[str]] | None = None,
     ) -> None:
         self.out, self.steps, self.log_every, self.enabled, self.unit = out, steps, log_every, enabled, unit
         self.console = console(enabled)
@@ -140,27 +142,32 @@ class MetricsLog:
         self._failing = False  # the last write to the JSONL failed
         self._summary_writer = _import_tensorboard() if tensorboard and enabled else None
         self._tensorboard: SummaryWriter | None = None
+        self._at_first_step = at_first_step
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # records from before the first step
 
     def __enter__(self) -> MetricsLog:
-        start_step = self._last_step
-        if self.enabled:
-            path = self.out / METRICS_FILE
-            if not start_step and path.exists() and path.stat().st_size:
-                self.say(f"metrics: {path} is of a run from which this one does not resume; it was moved to {set_aside(path)}")
-            read = _read_lines(path, self.say)
-            kept = [(line, record) for line, record in read if record is None or record.get("step", 0) <= start_step]
-            self._evaluated = {record["step"] for _, record in kept if record is not None and record["kind"] == "held_out"}
-            replace_file(path, b"".join(line + b"\n" for line, _ in kept))
+        if self.enabled and self._at_first_step is None:
+            self._open()
+        self._progress.start()
+        return self
+
+    def _open(self) -> None:
+        """Remove what later steps left in the files."""
+        start_step, path = self._last_step, self.out / METRICS_FILE
+        if not start_step and path.exists() and path.stat().st_size:
+            self.say(f"metrics: {path} is of a run from which this one does not resume; it was moved to {set_aside(path)}")
+        read = _read_lines(path, self.say)
+        kept = [(line, record) for line, record in read if record is None or record.get("step", 0) <= start_step]
+        self._evaluated = {record["step"] for _, record in kept if record is not None and record["kind"] == "held_out"}
+        replace_file(path, b"".join(line + b"\n" for line, _ in kept))
         if self._summary_writer is not None:
             with self._surviving(f"TensorBoard: {self.out / TENSORBOARD_FOLDER}", "it gets no figures"):
                 hidden_from = start_step + 1 if start_step else 0  # 0: the run was killed before its first checkpoint
                 self._tensorboard = self._summary_writer(str(self.out / TENSORBOARD_FOLDER), purge_step=hidden_from)
-        self._progress.start()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
-        if self.enabled:
+        if self.enabled and self._at_first_step is None:
             self._append_lost_output()
 
     def say(self, text: str) -> None:
@@ -169,8 +176,18 @@ class MetricsLog:
 
     def write(self, kind: str, **values: Any) -> None:
         """Append {"kind": kind, **values} to the JSONL."""
-        if not self.enabled:
+        if not self.enabled or (kind == "held_out" and values["step"] in self._evaluated):
             return
+        if self._at_first_step is not None:
+            if kind not in ("step", "skipped_step"):
+                self._waiting.append((kind, values))
+                return
+            at_first_step, self._at_first_step = self._at_first_step, None
+            for line in at_first_step():
+                self.say(line)
+            self._open()
+            for waiting, its_values in self._waiting:
+                self.write(waiting, **its_values)
         self._last_step = values.get("step", self._last_step)
         self._append_lost_output()
         self._append({"kind": kind, **values})
@@ -236,8 +253,7 @@ class MetricsLog:
         """
         per_byte = None if tokens_per_byte is None else loss * tokens_per_byte
         bits = None if per_byte is None else per_byte / math.log(2)
-        if step not in self._evaluated:
-            self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=bits)
+        self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=bits)
         also = "" if self.unit == "byte" or per_byte is None else f" ({per_byte:.4f} nats per byte)"
         self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 

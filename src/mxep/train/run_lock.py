@@ -9,7 +9,7 @@ The file is named after the run's id, so that every change is one atomic rename 
 - A run holds the folder as long as its own file exists. The heartbeat rewrites that file and never creates it.
 
 An owner on this host is alive if its process is: boot, PID namespace, pid and start time are compared. An owner anywhere else is alive if
-this process sees its file change; clocks of two hosts are never compared.
+this process sees its file change; clocks of two hosts are never compared. So is the owner in a copy of a folder, which has another inode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,8 +87,11 @@ class Owner:
         try:
             values: dict[str, Any] = json.loads(content)
             owner = cls(**{name: values[name] for name in cls.__dataclass_fields__})
-        except (ValueError, KeyError, TypeError, RecursionError):
+            here = _inode(path.parent.parent)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        if values.get("inode", here) != here:  # a copy: its owner holds another folder
+            owner = replace(owner, place="")
         typed = all(type(value) is (int if name in ("pid", "starter") else str) for name, value in asdict(owner).items())
         return owner if typed and owner.pid > 0 and owner.run == path.stem else None
 
@@ -101,7 +104,7 @@ class Owner:
         return "ending" if self.starter > 0 and not _is_running(self.starter, self.starter_start) else "running"
 
     def __str__(self) -> str:
-        where = "this host" if self.state() != "elsewhere" else "another host or container"
+        where = "this host" if self.state() != "elsewhere" else "another host, container or folder"
         return f"run {self.run} of {self.user}, pid {self.pid} on {self.host} ({where}), since {self.since}"
 
 
@@ -114,7 +117,7 @@ class RunLock:
     """
 
     def __init__(self, out: Path, starter: int | None) -> None:
-        self.out, self._owner = out, Owner.here(starter)
+        self.out, self._inode, self._owner = out, _inode(out), Owner.here(starter)
         self.run = self._owner.run
         self._path = out / LOCK_FOLDER / f"{self.run}.json"
         self._beats = 0
@@ -179,7 +182,7 @@ class RunLock:
 
     def _content(self) -> bytes:
         self._beats += 1
-        return json.dumps({**asdict(self._owner), "heartbeat": self._beats}, indent=1).encode() + b"\n"
+        return json.dumps({**asdict(self._owner), "inode": self._inode, "heartbeat": self._beats}, indent=1).encode() + b"\n"
 
     def _take_free(self) -> bool:
         """Lock a free folder; False if another run holds it."""
@@ -271,6 +274,11 @@ def _find(out: Path) -> tuple[Path, bytes] | None:
         with suppress(OSError):  # released or taken over in between
             return path, path.read_bytes()
     return None
+
+
+def _inode(folder: Path) -> int:
+    """Equal for the same folder by any path. It may change on some file systems, so another one does not show that the owner is dead."""
+    return folder.stat().st_ino
 
 
 def _is_running(pid: int, start: str) -> bool:

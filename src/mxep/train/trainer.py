@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -290,11 +290,10 @@ class Trainer:
         """
         s, c, rank = self.settings, self.config, self.ranks.rank
         last = min(s.steps, c.stop_after or s.steps)
-        log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard)
-        if rank == 0:  # nothing refuses the start from here on
+        begin = partial(self._begin_again, self.step_count) if c.resume else None
+        log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard, begin)
+        if rank == 0 and not c.resume:  # nothing refuses the start from here on
             self.out.mkdir(parents=True, exist_ok=True)
-            for line in set_aside_newer(self.out, self.step_count) if c.resume else ():
-                log.say(line)
             save_config(c, self.out)
         profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
         with StopRequest() as request, GarbageCollection(c.gc_freq) as garbage, log, self.writer:
@@ -362,6 +361,11 @@ class Trainer:
             if self.skipped.stop is not None:
                 raise FloatingPointError(self.skipped.stop)
         return self.step_count == s.steps
+
+    def _begin_again(self, step: int) -> Iterator[str]:
+        """Make the folder that of a run that resumes from `step`, once its first step has shown that it can."""
+        yield from set_aside_newer(self.out, step)
+        save_config(self.config, self.out)
 
     def _evaluates(self) -> bool:
         """True if an evaluation is due after this step."""

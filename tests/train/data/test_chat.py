@@ -214,6 +214,22 @@ def test_tokens_that_only_transformers_knows_are_refused(change: str, tmp_path: 
         ChatRows(FileTokenizer(folder))
 
 
+def test_special_tokens_of_the_configuration_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    """They are tokens of the vocabulary; without the configuration, their names are text of several tokens."""
+    folder, found = write_chat_tokenizer(tmp_path / "tokenizer"), []
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    del content["added_tokens"][:2]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    for more in ({}, {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", **more}))
+        rows = ChatRows(FileTokenizer(folder))
+        found.append((rows.fingerprint, len(rows.template.encode(TURNS))))
+    (before, many), (after, few) = found
+    assert many > few
+    assert before != after
+
+
 def test_a_padding_token_of_the_configuration_is_no_reason(tmp_path: Path) -> None:
     folder = write_chat_tokenizer(tmp_path / "tokenizer")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "pad_token": "[PAD]"}))

@@ -44,7 +44,7 @@ class ChatTemplate:
 
     Attributes:
         template: in Jinja.
-        special_tokens: that it may name.
+        special_tokens: that it may name, and as "added" those of the vocabulary that only other files of the folder make tokens of text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -70,6 +70,9 @@ class ChatTemplate:
                 f"chat: transformers has tokens that are not in {tokenizer.file}, {name!r} as {token} first ({len(more)} in all), want all "
                 "tokens in that file; save the tokenizer by transformers' save_pretrained, which writes them there"
             )
+        added_here = {token: str(text) for token, text in self._tokenizer.added_tokens_decoder.items() if str(text) != padding}
+        if by_others := sorted(added_here[token] for token in added_here.keys() - tokenizer.added()):
+            self.special_tokens["added"] = by_others
 
     def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = False, **values: Any) -> str:
         """The conversation as text; with `generation_prompt`, up to where the assistant's next message begins.

@@ -167,6 +167,10 @@ class FileTokenizer:
         """Id of every token, added ones too."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
+    def added(self) -> set[int]:
+        """Ids of the tokens that text never has in parts."""
+        return set(self._tokenizer.get_added_tokens_decoder())
+
     def encode(self, document: bytes) -> np.ndarray:
         """UTF-8 -> ids without EOS and BOS, uint16 or uint32 (tokens,)."""
         return np.concatenate([np.array([], dtype=self.dtype), *self._encode(_pieces(document))])
