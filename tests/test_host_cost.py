@@ -1,7 +1,7 @@
 """The host cost of a call, counted and not timed: torch operators and Python function calls stay within budgets.
 
 `tests/programs/host_cost.py` runs the launchers of a Hopper GPU with a driver that does nothing.  The budgets are a few per cent above the
-counts of 28 November 2026 (torch 2.11), of calls that are replayed where they can be; a change that needs more says so here, a change
+counts of 29 November 2026 (torch 2.11), of calls that are replayed where they can be; a change that needs more says so here, a change
 that needs less lowers them.
 """
 
@@ -16,18 +16,19 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "host_cost.py"
 BUDGETS = {  # call -> most torch operators, most Python function calls
-    "MXLinear mxfp8_wgrad_with_hp f+b": (34, 112),
-    "MXLinear mxfp8_wgrad_with_mx f+b": (44, 114),
-    "MXLinear mxfp8 f+b": (75, 167),
-    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (33, 160),
-    "fused_experts hp f+b": (90, 432),
-    "fused_experts mxfp8_wgrad_with_hp f+b": (134, 456),
-    "fused_experts mxfp8_wgrad_with_mx f+b": (134, 456),
+    "MXLinear mxfp8_wgrad_with_hp f+b": (34, 83),
+    "MXLinear mxfp8_wgrad_with_mx f+b": (44, 85),
+    "MXLinear mxfp8 f+b": (75, 126),
+    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (33, 108),
+    "fused_experts hp f+b": (90, 218),
+    "fused_experts mxfp8_wgrad_with_hp f+b": (134, 233),
+    "fused_experts mxfp8_wgrad_with_mx f+b": (134, 233),
+    "FusedMoE mxfp8_wgrad_with_mx, kept f+b": (250, 410),
     "AdamW of a parameter in backward": (11, 79),
     "dispatch": (15, 58),
     "permute": (12, 58),
-    "grouped mm with a main gradient f+b": (36, 146),
-    "grouped mm": (17, 71),
+    "grouped mm with a main gradient f+b": (36, 115),
+    "grouped mm": (17, 55),
     "unpermute": (9, 39),
     "combine": (6, 45),
 }

@@ -136,6 +136,11 @@ def calls(device: torch.device) -> dict[str, Call]:
 
         found[f"fused_experts {name} f+b"] = step(experts, values(ROWS, D), x, w1, w2)
 
+    moe = mxep.FusedMoE(mxep.MoEConfig(D, H, EXPERTS, CHOICES), "mxfp8_wgrad_with_mx").to(device)
+    moe.init_weights(0.05)
+    moe.bfloat16().experts.keep_quantized(WeightCache())
+    found["FusedMoE mxfp8_wgrad_with_mx, kept f+b"] = step(lambda: moe(x), values(ROWS, D), x, *moe.parameters())
+
     weights = torch.nn.ParameterDict({"weight": torch.nn.Parameter(values(N, D))})
     updates = OptimizerInBackward(build_optimizer(weights, 1e-3, 0.1, StatePrecision("adamw8bit", "bfloat16")))
 

@@ -34,8 +34,7 @@ from mxep.bench.timing import Arm, captured, host_facts, run_arm
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.fused.autograd import run_layer
 from mxep.fused.layer import fused_experts
-from mxep.fused.options import allowed_topk, check_topk, resolve_runtime
-from mxep.moe.config import MoEConfig
+from mxep.fused.options import allowed_topk, check_topk, kept_config, resolve_runtime
 from mxep.moe.expert_mlp import ExpertWeights
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.activation.functions import SwiGLU
@@ -150,14 +149,15 @@ class _KeptWeights(torch.nn.Module):
         super().__init__()
         self.w1, self.w2, self.cache = w1, w2, WeightCache()
         self.entries = CachedWeight(self.cache, self, "w1"), CachedWeight(self.cache, self, "w2")
+        self.runtime, self.swiglu = resolve_runtime("bench peers", None), SwiGLU()
 
     def experts(self, x: Tensor, choices: Tensor, scores: Tensor, w1: Tensor, w2: Tensor, recipe: str) -> Tensor:
         """`mxep.fused_experts` with the caches that `FusedMoE` gives to the layer."""
-        runtime, where = resolve_runtime("bench peers", None), "bench peers"
+        where, runtime, chosen = "bench peers", self.runtime, resolve_recipe(recipe)
         topk = check_topk(where, x, choices, scores, w1.shape[0], allowed_topk("", runtime))
-        config = MoEConfig(x.shape[1], w2.shape[2], w1.shape[0], choices.shape[1])
+        config = kept_config(x.shape[1], w2.shape[2], w1.shape[0], choices.shape[1])
         weights = ExpertWeights(w1, w2, None, None, None, None, "concatenated")
-        y, *_ = run_layer(where, x, None, weights, config, resolve_recipe(recipe), runtime, SwiGLU(), "", topk=topk, caches=self.entries)
+        y, *_ = run_layer(where, x, None, weights, config, chosen, runtime, self.swiglu, "", topk=topk, caches=self.entries)
         return y
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mxep.comm import transport_of
-from mxep.device import is_capturing
 from mxep.fused.dispatcher import TokenDispatcher
 from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks, concat_chunks
 from mxep.fused.make_dispatcher import make_dispatcher
@@ -366,8 +365,8 @@ def _backward(
 
 
 def _replays(options: FusedOptions, device: torch.device) -> bool:
-    """Whether a call sends nothing and reads nothing on the host, on one GPU, all rows at once, and no CUDA graph records it."""
-    if device.type != "cuda" or isinstance(options.runtime.scratch_rows, int) or is_capturing():
+    """Whether a call sends nothing and reads nothing on the host: on one GPU, all rows at once."""
+    if device.type != "cuda" or isinstance(options.runtime.scratch_rows, int):
         return False
     transport = transport_of(options.group_name, device) if options.group_name else None
     return transport is None or (transport.world == 1 and transport.name == "collective")
@@ -390,13 +389,16 @@ def _outputs_of_tensors(
     return _outputs(call, _Dispatched(dispatcher, rows, first, weights, gemms, chunks))
 
 
-def _cached_forms(call: _CallOptions, weights: ExpertWeights, gate_up: str, down: str) -> WeightForms:
-    """The forms of these names, "" for none, of the weights of gate and up and of down, where caches keep them."""
-    if call.caches == (None, None) or call.fused.experts.gemm is None:
-        return NO_FORMS
-    both = zip(expert_gemms(weights, call.fused.experts, call.caches), (gate_up, down), strict=True)
-    first, second = (gemm.cached(which) if which else (None, None) for gemm, which in both)
-    return first, second
+def _cached_forms(call: _CallOptions, caches: Caches, weights: ExpertWeights, *names: str) -> tuple[WeightForms, WeightForms]:
+    """The forms of these names, "" for none, of the weights of gate and up and of down, where caches keep them.
+
+    Then dgrad's forms, as far as the same entries have them.
+    """
+    if caches == (None, None) or call.fused.experts.gemm is None or not any(names):
+        return NO_FORMS, NO_FORMS
+    first, second = expert_gemms(weights, call.fused.experts, caches)
+    forms = [gemm.cached(which) if which else (None, None) for gemm, which in zip((first, second), names, strict=True)]
+    return (forms[0], forms[1]), (first.made("dgrad"), second.made("dgrad"))
 
 
 @first_order
@@ -416,11 +418,12 @@ class _FusedMoE(torch.autograd.Function):
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
         arguments = x, router, weights, expert_bias, experts, scores
         bounds: ChunkBounds | None = None
+        dgrad = NO_FORMS
         if _replays(options, x.device):
             forms = NO_FORMS
             if caches != (None, None):
-                call = call._replace(fused=options.for_rows(x.shape[0]))
-                forms, call = _cached_forms(call, weights, "forward", "forward"), call._replace(caches=(None, None))
+                call = call._replace(fused=options.for_rows(x.shape[0]), caches=(None, None))
+                forms, dgrad = _cached_forms(call, caches, weights, "forward", "forward")
             made = replayed(_forward_tensors, call, *arguments, forms)
             call = call._replace(fused=made.options)
             outputs = partial(replayed, _outputs_of_tensors, call, *made.left, weights)
@@ -432,7 +435,8 @@ class _FusedMoE(torch.autograd.Function):
         if saves:
             of_chunks = (None, None) if bounds is None else (bounds.on_device, bounds.on_host)
             ctx.save_for_backward(*saved, router, *tensors, *of_dispatcher, *of_chunks)
-            ctx.call, ctx.caches, ctx.dispatcher, ctx.output = call, caches, bare, (x.shape, x.dtype, x.device)
+            ctx.call, ctx.caches, ctx.cached_dgrad, ctx.dispatcher = call, caches, dgrad, bare
+            ctx.output = x.shape, x.dtype, x.device
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         config = options.router
@@ -450,10 +454,13 @@ class _FusedMoE(torch.autograd.Function):
         weights, needs = ExpertWeights.of(tensors), call.needs
         arguments = dy, grads[2], grads[3], SavedTensors(*saved[:split]), router, weights, ctx.dispatcher, of_dispatcher
         if _replays(call.fused, device):
-            cached = call._replace(caches=ctx.caches)
-            forms = _cached_forms(cached, weights, "dgrad" * needs.x, "dgrad" * needs.activation)
+            gate_up, down = ctx.cached_dgrad
+            names = "dgrad" * (needs.x and gate_up[0] is None), "dgrad" * (needs.activation and down[0] is None)
+            found, _ = _cached_forms(call, ctx.caches, weights, *names)
+            forms = found[0] if gate_up[0] is None else gate_up, found[1] if down[0] is None else down
             again = needs.activation and not call.fused.runtime.keep_first_product
-            made = replayed(_backward, call, *arguments, forms, _cached_forms(cached, weights, "forward" * again, ""))
+            forward, _ = _cached_forms(call, ctx.caches, weights, "forward" * again, "")
+            made = replayed(_backward, call, *arguments, forms, forward)
         else:
             made = _backward(call, *arguments, NO_FORMS, NO_FORMS, None if on_host is None else ChunkBounds(on_device, on_host))
         d_x, d_router, d_weights, d_scores = made

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
 from mxep.fused.autograd import SavedTensors, is_fused, run_layer
-from mxep.fused.options import allowed_topk, check_layout, check_topk, given_shape, resolve_runtime
+from mxep.fused.options import allowed_topk, check_layout, check_topk, kept_config, resolve_runtime
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
 from mxep.moe.expert_mlp import TENSORS, ExpertLora, ExpertWeights
@@ -112,7 +112,7 @@ def fused_moe(
     check_layout(_WHERE, x, w1, w2, layout)
     check_activation(_WHERE, activation, swiglu)
     hidden = w2.shape[-1]
-    router = MoEConfig(
+    router = kept_config(
         x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
         activation=activation, router_dtype=router_dtype,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def fused_experts(
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
-    shape = given_shape(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation)
+    shape = kept_config(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation=activation)
     weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora or ExpertLora())
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
     return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])

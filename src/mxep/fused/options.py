@@ -6,7 +6,7 @@ Errors name the call, `where`: "fused_moe" or "fused_experts".
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from mxep.moe.config import MoEConfig, check_activation
 from mxep.moe.expert_mlp import Activation, ExpertOptions, ExpertWeights, check_lora
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight import MXWeight
-from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
+from mxep.ops.activation.functions import SwiGLU, is_gated
 from mxep.ops.activation.reference import LAYOUTS
 from mxep.ops.routing.index_reference import has_duplicates, topk_valid
 from mxep.recipe import Recipe
@@ -80,9 +80,9 @@ def resolve_runtime(where: str, config: RuntimeEPConfig | None, name: str = "con
 
 
 @functools.lru_cache(maxsize=1024, typed=True)  # 4.0 is no number of experts, 4 is
-def given_shape(dim: int, hidden: int, num_experts: int, top_k: int, activation: ActivationName) -> MoEConfig:
-    """The configuration of experts that the caller's router chooses; kept, since its checks cost the host as much as several launches."""
-    return MoEConfig(dim, hidden, num_experts, top_k, activation=activation)
+def kept_config(dim: int, hidden: int, num_experts: int, top_k: int, **options: Any) -> MoEConfig:
+    """A configuration; kept, since its checks cost the host as much as several launches."""
+    return MoEConfig(dim, hidden, num_experts, top_k, **options)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -325,8 +325,10 @@ class Weights:
             key = self.gemm.mode, "+".join(names), path, self._dtype
             kept = self._cache.find(self._parts, key, lambda: tuple(tensor for form in self._make(names, path) for tensor in form))
             if kept is not None:
-                data, scale = kept[2 * names.index(which) :][:2]
-                return data, scale
+                forms = dict(zip(names, zip(kept[::2], kept[1::2], strict=True), strict=True))
+                found = forms.pop(which)
+                self._forms |= forms  # the other one, if there are both
+                return found
         (made,) = self._make((which,), path)
         if self._keep and self._cache is None:
             self._forms[which] = made

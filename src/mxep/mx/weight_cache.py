@@ -191,12 +191,16 @@ class CachedWeight:
         self.parameters: dict[str, torch.Tensor] = {name: getattr(owner, name) for name in names}
         cache.weights.add(self)
 
-    def find_parameters(self) -> None:
-        """Look which parameters the module has now. FSDP's gathered ones, which have no mesh or a smaller one, are not taken."""
-        for name, known in self.parameters.items():
-            now = self.owner._parameters.get(name)  # None of one that a parametrization makes: to ask for it would make it
+    def find_parameters(self) -> list[torch.Tensor | None]:
+        """Look which parameters the module has now. FSDP's gathered ones, which have no mesh or a smaller one, are not taken.
+
+        Returns those in use; None of one that a parametrization makes, since to ask for it would make it.
+        """
+        used = [self.owner._parameters.get(name) for name in self.parameters]
+        for (name, known), now in zip(self.parameters.items(), used, strict=True):
             if now is not None and now is not known and getattr(known, "device_mesh", None) in (None, getattr(now, "device_mesh", None)):
                 self.parameters[name] = now
+        return used
 
     def _facts(self, weights: tuple[torch.Tensor, ...]) -> tuple:
         """What says that the weights are those of an earlier use, as far as they themselves can say it.
@@ -204,10 +208,10 @@ class CachedWeight:
         Storages and no addresses: another tensor instead of a parameter (functional_call, swap_tensors, a new Parameter) has another one,
         while FSDP gathers into the same storage at changing addresses.
         """
-        self.find_parameters()
+        used = self.find_parameters()
         facts: list[tuple | None] = [(storage_id(w), w.storage_offset(), w.shape, w.stride(), w.dtype, w.device) for w in weights]
-        for name, parameter in self.parameters.items():
-            in_use = getattr(self.owner, name)
+        for (name, parameter), now in zip(self.parameters.items(), used, strict=True):
+            in_use = getattr(self.owner, name) if now is None else now
             facts += [_edits(parameter), None if in_use is parameter else _edits(in_use)]
         return tuple(facts)
 
