@@ -33,7 +33,7 @@ class GenerateConfig:
     prompt: Annotated[Positional[str], tyro.conf.arg(metavar="PROMPT")] = ""
     """Text to continue; default: the beginning of a document."""
     max_new_tokens: int = 64
-    """Tokens to sample, at most; the end of a document or of the assistant's turn (EOS) ends them earlier, and so do the other tokens that a
+    """Tokens to sample, at most; the end of a document or of the assistant's turn (EOS) ends them earlier, and so do the tokens that a
     Hugging Face folder names as its ends."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token each time."""
