@@ -71,6 +71,24 @@ def test_learned_text_is_generated(of_bytes: Path, tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.endswith(out)
 
 
+@pytest.mark.parametrize(
+    ("file", "ends", "text"),
+    [("generation_config.json", [0, ord("o")], "The caf\u00e9 is "), ("config.json", ord("s"), "The caf\u00e9 i")],
+)
+def test_the_ends_that_a_folder_names(of_bytes: Path, tmp_path: Path, file: str, ends: object, text: str) -> None:
+    """As in transformers: generation_config.json may name several tokens, of which the tokenizer knows one; without it config.json."""
+    folder = tmp_path / "published"
+    assert main(["convert", str(of_bytes), str(folder), "--dtype", "float32"]) == 0
+    described = json.loads((folder / file).read_text())
+    (folder / "generation_config.json").unlink()
+    (folder / file).write_text(json.dumps({**described, "eos_token_id": ends}))
+    config = GenerateConfig(folder, "The caf", 200, temperature=0.0, device="cpu")
+    assert "".join(stream(config)) == text
+    (folder / file).write_text(json.dumps({**described, "eos_token_id": "</s>"}))
+    with pytest.raises(ValueError, match="eos_token_id is '</s>', want an integer"):
+        list(stream(config))
+
+
 def test_a_piece_has_whole_characters_and_is_printed_at_once(of_bytes: Path) -> None:
     """One token after the other; the two bytes of a character are one piece."""
     pieces = stream(GenerateConfig(of_bytes, "The caf", max_new_tokens=6, temperature=0.0, device="cpu"))

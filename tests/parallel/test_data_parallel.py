@@ -24,6 +24,7 @@ from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
 from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe, quantize_base
 from mxep.parallel.data_parallel import reshard_once
+from mxep.train.optimizer import gradient_norm
 
 D, E = 64, 8
 MXFP8 = "mxfp8_wgrad_with_hp"
@@ -588,3 +589,22 @@ def steps_after_a_forward_without_a_backward(rank: int, world: int) -> list[bool
 def test_a_step_after_a_forward_without_a_backward(world: int) -> None:
     """A router's gate stays gathered until a backward frees it: the next step chose experts by the old one."""
     assert run_ranks(steps_after_a_forward_without_a_backward, world) == [[True] * 2] * world
+
+
+def fewer_experts_than_ranks(rank: int, world: int) -> tuple[dict[str, Tensor], float]:
+    """Gradients of the whole parameters and their norm; each rank has a part of the same 12 tokens."""
+    moe, meshes = MoE(MoEConfig(D, 32, 2, 1, expert_biases=True), "hp"), build_meshes(world, 1, "cpu")
+    moe.init_weights(0.2, torch.Generator().manual_seed(1))
+    net = apply_fsdp(nn.Sequential(parallelize_moe(moe, meshes.ep)), meshes, blocks=[moe])
+    x = torch.randn(12, D, generator=torch.Generator().manual_seed(2))
+    net(x.chunk(world)[rank]).square().sum().backward()
+    return whole_gradients(dict(net.named_parameters())), float(gradient_norm(net.parameters()))
+
+
+def test_fewer_experts_than_ranks_whose_number_does_not_divide_the_width() -> None:
+    """Two experts of width 32 on three ranks: torch cuts widths into equal parts alone, so one rank has no expert."""
+    ((want, want_norm),) = run_ranks(fewer_experts_than_ranks, 1)
+    for gradients, norm in run_ranks(fewer_experts_than_ranks, 3):
+        assert norm == pytest.approx(want_norm, rel=1e-5)
+        for name, gradient in want.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)

@@ -33,7 +33,8 @@ class GenerateConfig:
     prompt: Annotated[Positional[str], tyro.conf.arg(metavar="PROMPT")] = ""
     """Text to continue; default: the beginning of a document."""
     max_new_tokens: int = 64
-    """Tokens to sample, at most; the end of a document or of the assistant's turn (EOS) ends them earlier."""
+    """Tokens to sample, at most; the end of a document or of the assistant's turn (EOS) ends them earlier, and so do the tokens that a
+    Hugging Face folder names as its ends."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the most likely token each time."""
     top_p: float = 1.0
@@ -87,8 +88,8 @@ def stream(config: GenerateConfig) -> Iterator[str]:
     config.check()
     device = torch.device(device_type_of(config.device))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, tokenizer, what = _load(config, device, dtype)
-    stop = {tokenizer.end}
+    model, tokenizer, what, ends = _load(config, device, dtype)
+    stop = {tokenizer.end, *ends}
     if config.chat:
         template = ChatTemplate(tokenizer)
         ids = template.encode([{"role": "user", "content": config.prompt}], generation_prompt=True)
@@ -121,8 +122,9 @@ def stream(config: GenerateConfig) -> Iterator[str]:
         print(f"\nended at {longest} tokens, the model's longest sequence", file=sys.stderr)
 
 
-def _load(config: GenerateConfig, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Tokenizer, str]:
-    """(model, its tokenizer, a line about both)."""
+def _load(config: GenerateConfig, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, Tokenizer, str, set[int]]:
+    """(model, its tokenizer, a line about both, further tokens that end a text)."""
+    from mxep.models.huggingface import published_ends
     from mxep.models.huggingface_files import INDEX, SINGLE
     from mxep.train.data.tokenizer import load_tokenizer
     from mxep.train.loaded_model import load_model, load_published_model
@@ -130,11 +132,11 @@ def _load(config: GenerateConfig, device: torch.device, dtype: torch.dtype) -> t
     if (config.run / INDEX).exists() or (config.run / SINGLE).exists():
         if config.step is not None:
             raise ValueError(f"--step={config.step}: {config.run} is a Hugging Face model, want the folder of a run")
-        return load_published_model(config.run, device, dtype), load_tokenizer(config.run), f"{config.run}"
+        return load_published_model(config.run, device, dtype), load_tokenizer(config.run), f"{config.run}", published_ends(config.run)
     loaded = load_model(config.run, config.step, device, dtype, recipe="bf16")
     if loaded.tokenizer is None:
         raise ValueError(f"generate: the tokenizer of {config.run} is gone or another one, want {loaded.config.tokenizer} as it was")
-    return loaded.model, loaded.tokenizer, f"{loaded.checkpoint} (step {loaded.step})"
+    return loaded.model, loaded.tokenizer, f"{loaded.checkpoint} (step {loaded.step})", set()
 
 
 def draw_token(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

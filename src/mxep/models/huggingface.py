@@ -20,6 +20,7 @@ from mxep.models.presets import DeepSeekV3Config, ModelConfig, Qwen3MoEConfig, R
 from mxep.shapes import MX_BLOCK
 
 CONFIG_JSON = "config.json"
+GENERATION_JSON = "generation_config.json"
 _MAX_BYTES = 1 << 24  # of config.json
 _SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LATENT = {
@@ -286,3 +287,15 @@ def read_published_config(folder: Path) -> dict[str, Any]:
         if found.get(name) is not None:
             typed(found[name], dict, f"{path}: {name}")
     return found
+
+
+def published_ends(folder: Path) -> set[int]:
+    """The tokens that end a text, by a folder's generation_config.json, else by its config.json, as in transformers.
+
+    Raises:
+        ValueError: a damaged file, or an eos_token_id that is neither a token nor a list of tokens.
+    """
+    path = next((folder / name for name in (GENERATION_JSON, CONFIG_JSON) if (folder / name).is_file()), None)
+    found = None if path is None else read_json_object(path, "model", _MAX_BYTES).get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    return {typed(token, int, f"{path}: eos_token_id") for token in ids}

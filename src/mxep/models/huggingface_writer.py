@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mxep.models.huggingface import (
     CONFIG_JSON,
+    GENERATION_JSON,
     MXFP8,
     MXFP8_QUANTIZED,
     is_optional,
@@ -37,7 +38,6 @@ from mxep.models.presets import ModelConfig
 from mxep.mx import MXTensor, quantize_mx
 from mxep.shapes import MX_BLOCK
 
-GENERATION_JSON = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FILE_BYTES = 5 * 10**9
 _LINEAR = re.compile(r"\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$")

@@ -97,8 +97,9 @@ def apply_fsdp(
             left_out.update(experts.parameters())
             sharded.remove(experts)
     for module in sharded:
-        if not isinstance(module, nn.Linear):  # experts; where there are fewer here than ranks to shard them over, by their width
-            few = next(module.parameters()).shape[0] // meshes.ep.size() < meshes.dp_mod_ep.size() // meshes.degrees.replicate
+        if not isinstance(module, nn.Linear):  # experts; where fewer are here than ranks shard them, by their width in equal parts
+            shards, shapes = meshes.dp_mod_ep.size() // meshes.degrees.replicate, [p.shape for p in module.parameters()]
+            few = shapes[0][0] // meshes.ep.size() < shards and all(len(shape) > 1 and shape[1] % shards == 0 for shape in shapes)
             wrap(module, meshes.dp_mod_ep, shard_placement_fn=(lambda _: Shard(1)) if few else None)
     rounds = param_dtype not in (None, torch.float32)
     routers = [module for module in model.modules() if rounds and isinstance(module, Router) and module.config.router_dtype == "fp32"]
