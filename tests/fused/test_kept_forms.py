@@ -1,0 +1,159 @@
+"""A fused layer and `MXLinear` with a cache of quantised weights, on the code path of one GPU with FP8 GEMMs: on a CPU, by references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mxep.fused import autograd, options
+from mxep.grouped_mm import products
+from mxep.moe import FusedMoE, MoEConfig, RuntimeEPConfig
+from mxep.moe.experts import Experts
+from mxep.mx import weight_cache
+from mxep.mx.weight_cache import WeightCache
+from mxep.parallel import MXLinear
+from mxep.recipe import RECIPES
+
+D, H, E, C, ROWS = 64, 32, 4, 2, 48
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Lets CPU tensors take that path. Yields a list with a number for each pass that quantises a weight."""
+    passes: list[int] = []
+    quantize = products.direct.quantize_weight
+
+    def counted(*arguments: Any, **named: Any) -> list[Tensor]:
+        passes.append(1)
+        return quantize(*arguments, **named)
+
+    monkeypatch.setattr(products, "resolve_gemm_path", lambda name, device: "fp8")
+    monkeypatch.setattr(products.direct, "quantize_weight", counted)
+    monkeypatch.setattr(autograd, "_replays", lambda *_: True)
+    monkeypatch.setattr(weight_cache, "checking", lambda device: False)
+    kept = products._kept_options, options._resolve  # which have a CPU's own path
+    for function in kept:
+        function.cache_clear()
+    yield passes
+    for function in kept:
+        function.cache_clear()
+
+
+def layer(recipe: str, runtime: RuntimeEPConfig | None = None) -> FusedMoE:
+    torch.manual_seed(0)
+    moe = FusedMoE(MoEConfig(D, H, E, C), recipe, runtime)
+    moe.init_weights(0.1)
+    return moe.bfloat16()
+
+
+def linear(recipe: str) -> MXLinear:
+    torch.manual_seed(0)
+    return MXLinear(nn.Linear(D, H, bias=False, dtype=torch.bfloat16), RECIPES[recipe])
+
+
+def walk(module: nn.Module, x: Tensor, x_learns: bool = True) -> list[Tensor | None]:
+    """Output and gradients."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    leaf = x.clone().requires_grad_(x_learns)
+    y = module(leaf)
+    y.float().square().sum().backward()
+    return [y.detach(), leaf.grad, *(None if p.grad is None else p.grad.clone() for p in module.parameters())]
+
+
+def assert_same(got: list[Tensor | None], want: list[Tensor | None]) -> None:
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert (a is None) == (b is None), number
+        assert a is None or b is None or torch.equal(a, b), number
+
+
+RUNTIMES = {
+    "all kept": RuntimeEPConfig(),
+    "no gate and up": RuntimeEPConfig(keep_first_product=False),
+    "no dgrad form": RuntimeEPConfig(keep_dgrad_weights=False),
+}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
+@pytest.mark.parametrize("frozen", ["", "w1", "w2", "w1 w2", "x"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_fused_layer(runtime: str, frozen: str, recipe: str, one_gpu: list[int]) -> None:
+    """The numbers of no cache, by one pass for each weight that is trained; after a change of weights again."""
+    x, moe, plain = torch.randn(ROWS, D, dtype=torch.bfloat16), layer(recipe, RUNTIMES[runtime]), layer(recipe, RUNTIMES[runtime])
+    for experts in (moe.experts, plain.experts):
+        for name in {"w1", "w2"} & {*frozen.split()}:
+            getattr(experts, name).requires_grad_(False)
+    cache = WeightCache()
+    moe.experts.keep_quantized(cache)
+    learns = frozen != "x"
+    most = 2 + len({"w1", "w2"} & {*frozen.split()})  # a frozen weight's forms are made apart
+    for step in range(3):
+        want = walk(plain, x, learns)
+        one_gpu.clear()
+        assert_same(walk(moe, x, learns), want)
+        assert 0 < len(one_gpu) <= most, step
+        one_gpu.clear()
+        assert_same(walk(moe, x, learns), want)
+        assert not one_gpu, "a kept weight is quantised again"
+        with torch.no_grad():
+            for parameter, other in zip(moe.parameters(), plain.parameters(), strict=True):
+                other.copy_(parameter.mul_(0.5 + step))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
+def test_a_linear_layer(recipe: str, one_gpu: list[int]) -> None:
+    x, kept, plain = torch.randn(ROWS, D, dtype=torch.bfloat16), linear(recipe), linear(recipe)
+    kept.keep_quantized(WeightCache())
+    for step in range(3):
+        want = walk(plain, x)
+        one_gpu.clear()
+        assert_same(walk(kept, x), want)
+        assert_same(walk(kept, x), want)
+        assert len(one_gpu) == 1, step
+        with torch.no_grad():
+            plain.weight.copy_(kept.weight.mul_(0.5 + step))
+
+
+class _Capture:
+    """Numbers of captures that a test is in, as the cache asks for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        for module in (weight_cache, products):
+            monkeypatch.setattr(module, "is_capturing", lambda: self.number > 0)
+        monkeypatch.setattr(weight_cache, "capture_number", lambda device: self.number)
+
+
+def experts(recipe: str) -> Experts:
+    """As a module of rows alone, all of one expert."""
+    torch.manual_seed(0)
+    made = Experts(D, H, 1, recipe).bfloat16()
+    forward = made.forward
+    made.forward = lambda rows: forward(rows, torch.tensor([rows.shape[0]]))  # type: ignore[method-assign, assignment]
+    return made
+
+
+@pytest.mark.parametrize("make", [layer, linear, experts])
+def test_forward_and_backward_are_graphs_of_their_own(
+    make: Callable[[str], nn.Module], monkeypatch: pytest.MonkeyPatch, one_gpu: list[int]
+) -> None:
+    """Backward's graph reads what forward's has made, and quantises nothing of the weights whose dgrad forward saves."""
+    module, plain = make("mxfp8_wgrad_with_mx"), make("mxfp8_wgrad_with_mx")
+    x, capture = torch.randn(64, D, dtype=torch.bfloat16), _Capture(monkeypatch)
+    want = walk(plain, x)
+    part: Any = module.experts if isinstance(module, FusedMoE) else module
+    part.keep_quantized(WeightCache())
+    leaf = x.clone().requires_grad_()
+    one_gpu.clear()
+    capture.number = 1
+    y = module(leaf)
+    forward = len(one_gpu)
+    capture.number = 2
+    y.float().square().sum().backward()
+    assert forward > 0
+    assert len(one_gpu) - forward == (make is experts), "of the down projection alone, which its function does not save"
+    assert_same([y.detach(), leaf.grad, *(p.grad for p in module.parameters())], want)
