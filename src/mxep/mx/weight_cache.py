@@ -196,7 +196,7 @@ class CachedWeight:
 
         Returns those in use; None of one that a parametrization makes, since to ask for it would make it.
         """
-        used = [self.owner._parameters.get(name) for name in self.parameters]
+        used: list[torch.Tensor | None] = [self.owner._parameters.get(name) for name in self.parameters]
         for (name, known), now in zip(self.parameters.items(), used, strict=True):
             if now is not None and now is not known and getattr(known, "device_mesh", None) in (None, getattr(now, "device_mesh", None)):
                 self.parameters[name] = now
