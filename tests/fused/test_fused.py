@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,25 @@ def test_a_layer_without_a_router_loss_keeps_no_saved_tensors_alive() -> None:
             assert (saved() is None) == (factor == 0)
         finally:
             gc.enable()
+
+
+def test_outputs_are_a_function_of_their_own_under_hooks_alone() -> None:
+    """A checkpoint sets such hooks, and then need not make the outputs again.  The values are the same."""
+    x, _ = tokens(40)
+    moe, found = make(FusedMoE, "mxfp8_wgrad_with_hp"), []
+    for hooks in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if hooks else nullcontext():
+            leaf = x.clone().requires_grad_()
+            y = moe(leaf)
+        node, between = y.grad_fn, list[str]()
+        while not autograd.is_fused(node):
+            between.append(type(node).__name__)
+            node = node.next_functions[0][0]
+        assert ("_OutputsBackward" in between) == hooks
+        (grad,) = torch.autograd.grad(y.square().sum(), leaf)
+        found.append((y, grad))
+    for value, again in zip(*found, strict=True):
+        assert torch.equal(value, again)
 
 
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])

@@ -1,9 +1,10 @@
 """The autograd function of the fused layer; fused/layer.py has the public calls, which check and resolve its arguments.
 
-forward   two functions.  `_FusedMoE` ends with what backward reads: route, dispatch, gate and up where they are kept.  `_Outputs` has the
-          rest and saves nothing: the experts chunk by chunk (fused/expert_chunks.py), their sums, combine
-recomputation  a non-reentrant checkpoint stops once everything that it saved is there again.  So it runs `_Outputs` a second time only if
-          something after the layer, in the same checkpoint, saves a tensor: it may have read the output
+forward   `_forward` ends with what backward reads: route, dispatch, gate and up where they are kept.  `_outputs` has the rest and saves
+          nothing: the experts chunk by chunk (fused/expert_chunks.py), their sums, combine
+recomputation  a non-reentrant checkpoint stops once everything that it saved is there again.  So under hooks of saved tensors, which it
+          sets, `_outputs` is a function of its own, `_Outputs`, which the checkpoint runs a second time only if something after the layer,
+          in the same checkpoint, saves a tensor: it may have read the output
 backward  dispatch the output's gradient, the experts' backward chunk by chunk, send the scores' gradients and dx to the tokens' ranks while
           the weights' gradients are computed, and the router's part as last term of dx
 """
@@ -380,6 +381,12 @@ def _forward_tensors(call: _CallOptions, *arguments: Any) -> _Forward:
     return made._replace(left=(left.rows, left.dispatcher, left.first, forms))
 
 
+def _whole_forward(call: _CallOptions, *arguments: Any) -> _Forward:
+    """`_forward` with the output (T, D) as `left`."""
+    made = _forward(call, *arguments)
+    return made._replace(left=_outputs(call._replace(fused=made.options), made.left))
+
+
 def _outputs_of_tensors(
     call: _CallOptions, rows: Tensor, dispatcher: TokenDispatcher, first: GateUp | None, forms: WeightForms, weights: ExpertWeights
 ) -> Tensor:
@@ -406,12 +413,13 @@ class _FusedMoE(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, router: Tensor | None, *rest: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor]]:
-        """(T, D) without values, in place of the output; counts, shares and z; a function of the output's values.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor] | None]:
+        """The output (T, D), counts, shares and z, and None; or with `apart` a tensor without values in place of the output, and at last a
+        function of its values.
 
         `rest`: the weights' tensors, and what the next line names; options are `FusedOptions`.
         """
-        *tensors, expert_bias, experts, scores, options, caches, grad_enabled = rest
+        *tensors, expert_bias, experts, scores, options, caches, grad_enabled, apart = rest
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
         call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], torch.is_autocast_enabled(x.device.type), caches)
         w1, w2, w3, b1, b2, b3, *lora = tensors
@@ -424,14 +432,16 @@ class _FusedMoE(torch.autograd.Function):
             if caches != (None, None):
                 call = call._replace(fused=options.for_rows(x.shape[0]), caches=(None, None))
                 forms, dgrad = _cached_forms(call, caches, weights, "forward", "forward")
-            made = replayed(_forward_tensors, call, *arguments, forms)
+            made = replayed(_forward_tensors if apart else _whole_forward, call, *arguments, forms)
             call = call._replace(fused=made.options)
-            outputs = partial(replayed, _outputs_of_tensors, call, *made.left, weights)
+            outputs = partial(replayed, _outputs_of_tensors, call, *made.left, weights) if apart else None
         else:
             made = _forward(call, *arguments)
             call, bounds = call._replace(fused=made.options), made.left.chunks.bounds
             outputs = partial(_outputs, call, made.left)
-        _, counts, shares, z, _, saved, bare, of_dispatcher = made
+            if not apart:
+                made, outputs = made._replace(left=outputs()), None
+        _, counts, shares, z, left, saved, bare, of_dispatcher = made
         if saves:
             of_chunks = (None, None) if bounds is None else (bounds.on_device, bounds.on_host)
             ctx.save_for_backward(*saved, router, *tensors, *of_dispatcher, *of_chunks)
@@ -442,7 +452,7 @@ class _FusedMoE(torch.autograd.Function):
         config = options.router
         off = counts, None if config.balance_loss else shares, None if config.z_loss else z
         ctx.mark_non_differentiable(*(tensor for tensor in off if tensor is not None))
-        return x.new_empty_strided(x.shape, (0, 0)), counts, shares, z, outputs
+        return x.new_empty_strided(x.shape, (0, 0)) if apart else left, counts, shares, z, outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -464,7 +474,7 @@ class _FusedMoE(torch.autograd.Function):
         else:
             made = _backward(call, *arguments, NO_FORMS, NO_FORMS, None if on_host is None else ChunkBounds(on_device, on_host))
         d_x, d_router, d_weights, d_scores = made
-        return d_x, d_router, *d_weights, None, None, d_scores, None, None, None
+        return d_x, d_router, *d_weights, None, None, d_scores, None, None, None, None
 
 
 class _Outputs(torch.autograd.Function):
@@ -513,8 +523,9 @@ def run_layer(
     options = make_options(where, x, router, weights, config, recipe, runtime, swiglu, group_name, weight_dtype)
     chosen = (None, None) if topk is None else topk
     inputs = (x, router, *weights.tensors, expert_bias, *chosen)
-    empty, *routed, outputs = _FusedMoE.apply(*inputs, options, caches, torch.is_grad_enabled())
-    return _Outputs.apply(empty, outputs), *routed
+    apart = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    y, *routed, outputs = _FusedMoE.apply(*inputs, options, caches, torch.is_grad_enabled(), apart)
+    return _Outputs.apply(y, outputs) if apart else y, *routed
 
 
 def is_fused(node: object) -> bool:
