@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,12 +152,13 @@ def test_only_some_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     def record(routing: str, T: int, commit: str) -> dict[str, Any]:
         return {"shape": {"T": T}, "model": "tiny", "routing": routing, "commit": commit}
 
-    path = tmp_path / "peers-h200-1.json"
     first, second = record("zipf", 64, "a"), record("random", 64, "a")
-    assert merged([first], path) == [first]
-    path.write_text(json.dumps([first, second]))
+    assert merged([first], []) == [first]
     again, other = record("zipf", 64, "b"), record("zipf", 128, "b")
-    assert merged([other, again], path) == [again, second, other]
+    assert merged([other, again], [first, second]) == [again, second, other]
+    (tmp_path / "peers-cpu-1.json").write_text("[")
+    assert main(["bench", "peers", "--device", "cpu", "--quick", "--only", "zipf", "--record", "--out", str(tmp_path)]) == 2
+    assert "peers-cpu-1.json is damaged" in capsys.readouterr().err
     run = ["bench", "--device", "cpu", "--quick", "--only", "Zipf"]
     assert main([*run, "peers"]) == 2
     assert "--only 'Zipf', want a part of one of these titles: tiny, 64 tokens, random; tiny" in capsys.readouterr().err

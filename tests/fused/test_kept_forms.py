@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mxep.fused import autograd, options
 from mxep.grouped_mm import products
@@ -34,7 +37,8 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(products, "resolve_gemm_path", lambda name, device: "fp8")
     monkeypatch.setattr(products.direct, "quantize_weight", counted)
     monkeypatch.setattr(autograd, "_replays", lambda *_: True)
-    monkeypatch.setattr(weight_cache, "checking", lambda device: False)
+    for module in (weight_cache, products):
+        monkeypatch.setattr(module, "checking", lambda device: False)
     kept = products._kept_options, options._resolve  # which have a CPU's own path
     for function in kept:
         function.cache_clear()
@@ -118,13 +122,67 @@ def test_a_linear_layer(recipe: str, one_gpu: list[int]) -> None:
             plain.weight.copy_(kept.weight.mul_(0.5 + step))
 
 
+MAKE: dict[str, Callable[[str], nn.Module]] = {"layer": layer, "linear": linear}
+
+
+def keep(module: nn.Module) -> WeightCache:
+    cache, part = WeightCache(), module.experts if isinstance(module, FusedMoE) else module
+    part.keep_quantized(cache)  # type: ignore[operator, union-attr]
+    return cache
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_recomputed_layer_reads_the_weights_of_then(kind: str) -> None:
+    """Backward of a layer that was recomputed after a step: dgrad reads the new weights, as everything else does."""
+    found = []
+    for kept in (False, True):
+        module, x = MAKE[kind]("mxfp8_wgrad_with_mx"), torch.randn(ROWS, D, dtype=torch.bfloat16).requires_grad_()
+        if kept:
+            keep(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        first, second = (checkpoint(module, x, use_reentrant=False) for _ in range(2))
+        first.float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        x.grad = None
+        second.float().square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in module.parameters())])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_an_output_keeps_no_forms_alive(kind: str) -> None:
+    """After backward and a step, whatever is still in use of the graph."""
+    module = MAKE[kind]("mxfp8_wgrad_with_mx")
+    cache, x = keep(module), torch.randn(ROWS, D, dtype=torch.bfloat16).requires_grad_()
+    loss = module(x).float().square().sum()
+    forms = [weakref.ref(tensor.untyped_storage()) for kept in cache._kept.values() for tensor in kept.form]
+    assert len(forms) == 4 * len(cache._kept) > 0
+    loss.backward()
+    cache.advance()
+    gc.collect()
+    assert [form() for form in forms] == [None] * len(forms)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_checking_mode_compares_in_backward_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module_ in (weight_cache, products):
+        monkeypatch.setattr(module_, "checking", lambda device: True)
+    module = MAKE[kind]("mxfp8_wgrad_with_mx")
+    keep(module)
+    y = module(torch.randn(ROWS, D, dtype=torch.bfloat16).requires_grad_())
+    for parameter in module.parameters():
+        parameter.data.mul_(2)
+    with pytest.raises(ValueError, match=r"WeightCache: .* has other values than the bytes kept in step 0"):
+        y.float().square().sum().backward()
+
+
 class _Capture:
     """Numbers of captures that a test is in, as the cache asks for them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
-        for module in (weight_cache, products):
-            monkeypatch.setattr(module, "is_capturing", lambda: self.number > 0)
+        monkeypatch.setattr(weight_cache, "is_capturing", lambda: self.number > 0)
         monkeypatch.setattr(weight_cache, "capture_number", lambda device: self.number)
 
 
@@ -157,3 +215,17 @@ def test_forward_and_backward_are_graphs_of_their_own(
     assert forward > 0
     assert len(one_gpu) - forward == (make is experts), "of the down projection alone, which its function does not save"
     assert_same([y.detach(), leaf.grad, *(p.grad for p in module.parameters())], want)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_change_of_weights_inside_a_capture(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses after it, in the same graph, read the new weights, though no version shows the change."""
+    module, plain, capture = MAKE[kind]("mxfp8_wgrad_with_mx"), MAKE[kind]("mxfp8_wgrad_with_mx"), _Capture(monkeypatch)
+    cache, x = keep(module), torch.randn(ROWS, D, dtype=torch.bfloat16)
+    cache.captured, capture.number = True, 1
+    walk(module, x)
+    for made in (module, plain):
+        for parameter in made.parameters():
+            parameter.data.mul_(2)
+    cache.advance()
+    assert_same(walk(module, x), walk(plain, x))

@@ -166,8 +166,8 @@ def test_a_captured_optimizer_step(kind: str, fused: bool) -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_of_a_step_with_microbatches(kind: str, recompute: bool, recipe: str) -> None:
-    """It quantises each weight once, and trains as eager steps without a cache do, to the bit."""
+def test_a_graph_of_steps_with_microbatches(kind: str, recompute: bool, recipe: str) -> None:
+    """Two steps in a graph quantise each weight once each, and train as eager steps without a cache do, to the bit."""
     module, others = make(kind, recipe)
     plain = copy.deepcopy(module)
     x, fills = torch.randn(2, ROWS, D, dtype=torch.bfloat16), list[int]()
@@ -198,12 +198,16 @@ def test_a_graph_of_a_step_with_microbatches(kind: str, recompute: bool, recipe:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    assert fills[-1] == fills[-2] > 0, "a capture quantises each weight once"
+        step()
+    once = fills[-4]
+    assert fills[-4:] == [once, once, 2 * once, 2 * once]
+    assert once > 0, "a capture does not use the cache"
     for _ in range(3):
         plain_step()
     for number in range(3):
         x.copy_(torch.randn_like(x))
         graph.replay()
+        plain_step()
         plain_step()
         assert_all_equal([*module.parameters()], [*plain.parameters()], f"step {number}")
 

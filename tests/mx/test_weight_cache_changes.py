@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_module_states
 
 from mxep import device
-from mxep.grouped_mm import products
 from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
 from mxep.mx import quantize_mx, weight_cache
 from mxep.mx.weight import MXWeight
@@ -335,8 +334,7 @@ def test_a_capture_has_forms_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: s
         """Forms that two passes in a capture (0: eager) quantise, by pass."""
         found = []
         with monkeypatch.context() as capturing:
-            for module_ in (weight_cache, products):
-                capturing.setattr(module_, "is_capturing", lambda: capture > 0)
+            capturing.setattr(weight_cache, "is_capturing", lambda: capture > 0)
             capturing.setattr(weight_cache, "capture_number", lambda _: capture)
             for _ in range(2):
                 fills = cache.fills

@@ -82,6 +82,7 @@ DAMAGED = {
     '{"data": null}': "data = None, want a list of strings",
     '{"data": [["a"]]}': "data = .*, want a list of strings",
     '{"converters": 3}': "converters = 3, want a string",
+    '{"model": 3}': "model = 3, want a string",
     '{"compile": "no"}': "compile = 'no', want true or false",
     '{"device": "tpu"}': "device = 'tpu', want 'auto', 'cpu' or 'cuda'",
     '{"resume": "sometimes"}': "resume = 'sometimes', want true, false or 'auto'",

@@ -89,13 +89,15 @@ def test_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
         lock_run_folder(tmp_path, print)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    said: list[str] = []
-    lock = lock_run_folder(tmp_path, said.append)
-    assert len(said) == 1
-    assert "whose process has ended" in said[0]
-    assert holds(tmp_path) == [f"{lock.run}.json"]
-    lock.check()
-    lock.release()
+    copy = shutil.copytree(tmp_path, tmp_path / "copy")
+    for folder in (tmp_path, copy):
+        said: list[str] = []
+        lock = lock_run_folder(folder, said.append)
+        assert len(said) == 1
+        assert "whose process has ended" in said[0]
+        assert holds(folder) == [f"{lock.run}.json"]
+        lock.check()
+        lock.release()
     process.communicate()
 
 

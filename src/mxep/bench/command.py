@@ -15,7 +15,7 @@ from mxep.bench.finetune_arms import ARMS, DEFAULT_MODEL, MODELS
 from mxep.bench.layer import parse_size
 from mxep.bench.peer_arms import PEERS
 from mxep.bench.ranks import is_rank, rank_group, start_ranks
-from mxep.bench.records import RESULTS, Record, device_name, merged, record_path, write_records
+from mxep.bench.records import RESULTS, Record, device_name, merged, record_path, records_in, write_records
 from mxep.bench.registry import BENCHMARKS, CheckFailedError, Setting, run
 from mxep.bench.tables import tables
 from mxep.device import default_device_type
@@ -145,6 +145,8 @@ def _measure(options: argparse.Namespace) -> int:
         sizes = {name: getattr(options, name) for name in _SIZES}
         named = {"size": options.thiek, "peers": peers, "only": options.only, "arms": arms, "cuda_graph": options.cuda_graph}
         setting = Setting(device, options.quick, group, **named, **sizes)
+        path = record_path(options.name, device_name(device), setting.world, options.out)
+        old = records_in(path) if options.only and path.exists() else []  # read first, since a damaged file is an error
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
 
@@ -156,9 +158,7 @@ def _measure(options: argparse.Namespace) -> int:
             name = records[0]["benchmark"] + ("" if options.model in (None, DEFAULT_MODEL) else f"-{options.model}")
             name += "" if options.memory_gib is None else f"-{options.memory_gib:g}gib"
             name += "-graph" if options.cuda_graph else ""
-            place = name, device_name(device), setting.world
-            records = merged(records, record_path(*place, options.out)) if options.only else records
-            return write_records(*place, records, options.out, complete=complete)
+            return write_records(name, device_name(device), setting.world, merged(records, old), options.out, complete=complete)
 
         def keep(records: list[Record]) -> None:
             if first and options.record:

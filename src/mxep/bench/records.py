@@ -67,13 +67,12 @@ def write_records(
     return part.replace(path) if complete else part
 
 
-def merged(records: Sequence[Record], path: Path) -> list[Record]:
-    """The records of a file, which may be missing, with `records` in place of those of the same shape, model and routing, or at the end."""
+def merged(records: Sequence[Record], old: Sequence[Record]) -> list[Record]:
+    """Old records with `records` in place of those of the same shape, model and routing, or at the end."""
 
     def case(of: Record) -> tuple:
         return of["shape"], of.get("model"), of.get("routing")
 
-    old = json.loads(path.read_text()) if path.exists() else []
     found = [next((new for new in records if case(new) == case(record)), record) for record in old]
     return [*found, *(new for new in records if case(new) not in map(case, old))]
 
@@ -87,11 +86,19 @@ def read_records(benchmark: str, folder: Path = RESULTS) -> list[Record]:
     """Every record of one benchmark, files in order of their names. Raises ValueError when a file is not a list of records."""
     found: list[Record] = []
     for path in sorted(folder.glob(f"{benchmark}-*.json")):
-        records = json.loads(path.read_text())
-        if not isinstance(records, list):
-            raise ValueError(f"records: {path} holds {type(records).__name__}, want a list of records; run the benchmark again")
-        found += records
+        found += records_in(path)
     return found
+
+
+def records_in(path: Path) -> list[Record]:
+    """The records of one file. Raises ValueError when it is not a list of records."""
+    try:
+        records = json.loads(path.read_text())
+    except ValueError as problem:
+        raise ValueError(f"records: {path} is damaged ({problem}), want a list of records; run the benchmark again") from problem
+    if not isinstance(records, list):
+        raise ValueError(f"records: {path} holds {type(records).__name__}, want a list of records; run the benchmark again")
+    return records
 
 
 def median_ms(record: Record) -> dict[str, float]:

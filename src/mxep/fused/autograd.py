@@ -24,7 +24,7 @@ from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks
 from mxep.fused.make_dispatcher import make_dispatcher
 from mxep.fused.options import FusedOptions, TopK, allowed_topk, make_options
 from mxep.fused.runtime_config import RuntimeEPConfig
-from mxep.grouped_mm.products import saved_tensors, shared_form
+from mxep.grouped_mm.products import SavedForm, saved_tensors, shared_form
 from mxep.grouped_mm.wgrad_gemm import empty_wgrad
 from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import (
@@ -74,6 +74,12 @@ class SavedTensors(NamedTuple):
     gate_up_weight_scale: Tensor | None  # (L, D)
     down_weight: Tensor | None  # (L, H, D)
     down_weight_scale: Tensor | None  # (L, H)
+
+    def with_dgrad(self, gate_up: SavedForm, down: SavedForm) -> SavedTensors:
+        """With these forms of the weights, from caches, as far as there are any."""
+        (data, scale), (down_data, down_scale) = gate_up, down
+        saved = self if data is None else self._replace(gate_up_weight=data, gate_up_weight_scale=scale)
+        return saved if down_data is None else saved._replace(down_weight=down_data, down_weight_scale=down_scale)
 
 
 def _as_rows(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -426,13 +432,14 @@ class _FusedMoE(torch.autograd.Function):
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
         arguments = x, router, weights, expert_bias, experts, scores
         bounds: ChunkBounds | None = None
-        dgrad = NO_FORMS
         if _replays(options, x.device):
-            forms = NO_FORMS
+            forms = dgrad = NO_FORMS
             if caches != (None, None):
                 call = call._replace(fused=options.for_rows(x.shape[0]), caches=(None, None))
                 forms, dgrad = _cached_forms(call, caches, weights, "forward", "forward")
             made = replayed(_forward_tensors if apart else _whole_forward, call, *arguments, forms)
+            if made.saved is not None and options.runtime.keep_dgrad_weights:
+                made = made._replace(saved=made.saved.with_dgrad(*dgrad))
             call = call._replace(fused=made.options)
             outputs = partial(replayed, _outputs_of_tensors, call, *made.left, weights) if apart else None
         else:
@@ -445,8 +452,7 @@ class _FusedMoE(torch.autograd.Function):
         if saves:
             of_chunks = (None, None) if bounds is None else (bounds.on_device, bounds.on_host)
             ctx.save_for_backward(*saved, router, *tensors, *of_dispatcher, *of_chunks)
-            ctx.call, ctx.caches, ctx.cached_dgrad, ctx.dispatcher = call, caches, dgrad, bare
-            ctx.output = x.shape, x.dtype, x.device
+            ctx.call, ctx.caches, ctx.dispatcher, ctx.output = call, caches, bare, (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         config = options.router
@@ -461,13 +467,11 @@ class _FusedMoE(torch.autograd.Function):
         call = call._replace(needs=_needs_grad(ctx, router is not None), saves_x=ctx.needs_input_grad[1])
         shape, dtype, device = ctx.output
         dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
-        weights, needs = ExpertWeights.of(tensors), call.needs
-        arguments = dy, grads[2], grads[3], SavedTensors(*saved[:split]), router, weights, ctx.dispatcher, of_dispatcher
+        weights, needs, of_forward = ExpertWeights.of(tensors), call.needs, SavedTensors(*saved[:split])
+        arguments = dy, grads[2], grads[3], of_forward, router, weights, ctx.dispatcher, of_dispatcher
         if _replays(call.fused, device):
-            gate_up, down = ctx.cached_dgrad
-            names = "dgrad" * (needs.x and gate_up[0] is None), "dgrad" * (needs.activation and down[0] is None)
-            found, _ = _cached_forms(call, ctx.caches, weights, *names)
-            forms = found[0] if gate_up[0] is None else gate_up, found[1] if down[0] is None else down
+            gate_up, down = needs.x and of_forward.gate_up_weight is None, needs.activation and of_forward.down_weight is None
+            forms, _ = _cached_forms(call, ctx.caches, weights, "dgrad" * gate_up, "dgrad" * down)
             again = needs.activation and not call.fused.runtime.keep_first_product
             forward, _ = _cached_forms(call, ctx.caches, weights, "forward" * again, "")
             made = replayed(_backward, call, *arguments, forms, forward)

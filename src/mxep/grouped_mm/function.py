@@ -78,9 +78,10 @@ def multiply(
     weights = None if kept is None or gemm is None else Weights(w, None, gemm, kept, dtype=weight_dtype)
     form = (None, None) if weights is None else weights.cached("forward")
     for_dgrad = one_path and all(ctx.needs_input_grad[:2])
-    ctx.cached_dgrad = weights.made("dgrad") if weights is not None and for_dgrad else (None, None)
     out, *saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None), a, w, offs, bias, form, lora)
     assert out is not None
+    if weights is not None and form[0] is not None and for_dgrad:
+        saved[-2:] = weights.made("dgrad")
     return out, (*saved, w)
 
 
@@ -122,7 +123,7 @@ def gradients(
     `lora`: as in `multiply_rows`.
     """
     *of_rows, dgrad_data, dgrad_scale, w = saved
-    form = (dgrad_data, dgrad_scale) if ctx.cached_dgrad[0] is None else ctx.cached_dgrad
+    form = dgrad_data, dgrad_scale
     d_gemm = ctx.gemm if ctx.gemm is None or ctx.gemm.out_dtype == ctx.a_like[1] else ctx.gemm.with_out_dtype(ctx.a_like[1])
     if needs_a and form[0] is None and ctx.kept is not None and d_gemm is not None:
         form = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=form).cached("dgrad")

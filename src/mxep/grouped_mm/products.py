@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mxep.device import GEMM_PATHS, is_capturing, resolve_gemm_path
+from mxep.device import GEMM_PATHS, checking, resolve_gemm_path
 from mxep.mx.rows import gather
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight import MXWeight
@@ -327,12 +327,17 @@ class Weights:
             if kept is not None:
                 forms = dict(zip(names, zip(kept[::2], kept[1::2], strict=True), strict=True))
                 found = forms.pop(which)
-                self._forms |= forms  # the other one, if there are both
+                if not self._compares():
+                    self._forms |= forms  # the other one, if there are both
                 return found
         (made,) = self._make((which,), path)
         if self._keep and self._cache is None:
             self._forms[which] = made
         return made
+
+    def _compares(self) -> bool:
+        """Whether the cache compares every form with the weight."""
+        return self._cache is not None and checking(self._parts[0].device)
 
     def made(self, which: str) -> SavedForm:
         """What `quantized` would return without any work, a pair of None for none."""
@@ -346,14 +351,13 @@ class Weights:
         """Make what "forward" and "dgrad" read in one pass: for 1.4 times the cost of one of them.
 
         `quantized` returns forward's form, once unless it is kept.  An autograd function saves the result, dgrad's form (data and scale),
-        and passes it to the `Weights` of its backward.  The result is a pair of None where two passes make the forms, where eager calls
-        have a cache, or where forward's is made already.
+        and passes it to the `Weights` of its backward.  The result is a pair of None where two passes make the forms, where forward's is
+        made already, and in checking mode with a cache, so that backward asks the cache, which compares.
         """
         if self.gemm is None or self.gemm.rebased is None or self._frozen or "forward" in self._forms:
             return None, None
         if self._cache is not None:
-            # Forward and backward may be captured as graphs of their own, which share no cache but what forward saves.
-            return self.quantized("dgrad") if is_capturing() else (None, None)
+            return (None, None) if self._compares() else self.quantized("dgrad")
         forward, dgrad = self._make(_DIRECTIONS, self.gemm.path_to(self.gemm.out_dtype))
         self._forms |= {"forward": forward} | ({"dgrad": dgrad} if self._keep else {})
         data, scale = dgrad

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ try:
 
     from mxep.integrations.transformers_activations import activation_of
     from mxep.integrations.transformers_liger import convert_norm, convert_rotary, norm_kernel, rms_norm_form, rotary_form, why_modules_stay
-    from mxep.integrations.transformers_loss import convert_loss, why_loss_stays
+    from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
     from mxep.integrations.transformers_router import convert_router, router_form
 except ImportError as error:
     try:
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
 _HIGH_PRECISION = Recipe.named("hp")  # of adapters
-_MARK = "_mxep_accelerated"  # an attribute of a converted model
+_accelerated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models, until `undo`; copies of them are not here
 _log = logging.getLogger(__name__)
 _OWN = {"eager", *ExpertsInterface(), *EPImplementationInterface()}  # as they are before `register`
 
@@ -338,7 +339,7 @@ def accelerate(
     where, chosen, of_head = f"{__name__}.accelerate", resolve_recipe(recipe), resolve_recipe(head_recipe)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")
-    if any(isinstance(module, MXLinear) or _MARK in vars(module) for module in model.modules()):
+    if is_loss_converted(model) or any(isinstance(module, MXLinear) or module in _accelerated for module in model.modules()):
         raise ValueError(f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned")
     done = Acceleration()
     try:
@@ -359,10 +360,16 @@ def accelerate(
         raise
     if not done.converted:
         raise ValueError(f"{where}: nothing of {type(model).__name__} can be converted\n{done}")
-    setattr(model, _MARK, True)
-    done._undo.insert(0, functools.partial(delattr, model, _MARK))
+    _accelerated.add(model)
+    done._undo.insert(0, functools.partial(_accelerated.discard, model))
     _log.info("%s", done)
     return done
+
+
+def _undo_linears(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Without those that `mxep.unconvert` has restored already."""
+    if left := [name for name in names if isinstance(model.get_submodule(name), MXLinear)]:
+        unconvert(model, left)
 
 
 def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Sequence[str], done: Acceleration) -> None:
@@ -380,7 +387,7 @@ def _accelerate_linears(model: PreTrainedModel, recipe: Recipe, names: str | Seq
         switch_linears(chosen, recipe)
         converted = list(chosen)
     if converted:
-        done._undo.append(functools.partial(unconvert, model, converted))
+        done._undo.append(functools.partial(_undo_linears, model, converted))
         done.converted |= dict.fromkeys(converted, f"linear, {recipe.name}")
 
 

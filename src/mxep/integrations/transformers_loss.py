@@ -92,6 +92,11 @@ def convert_loss(model: PreTrainedModel, recipe: Recipe) -> Callable[[], None]:
     return undo
 
 
+def is_loss_converted(model: PreTrainedModel) -> bool:
+    """Whether `convert_loss` has converted the model."""
+    return getattr(vars(model).get("forward"), "func", None) is _model_forward
+
+
 def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwargs: Any) -> Any:
     forward = type(model).forward
     labels, kept = kwargs.get("labels"), kwargs.get("logits_to_keep", 0)

@@ -125,7 +125,7 @@ class WeightCache:
             warnings.warn(
                 "WeightCache: a CUDA graph records an optimizer step (or a load_state_dict, or an advance()). Its replays change weights "
                 "and do not report it, so weights are quantised in every eager call from now on, and kept inside of graphs alone; leave "
-                "the step out of the graph, or set the cache's `captured` to True before, which says that you know",
+                "the step out of the graph, or set the cache's `captured` to True before the capture, if the graph is meant to train",
                 stacklevel=2,
             )
 

@@ -81,8 +81,7 @@ def build_options(config: TrainConfig) -> Build:
         config: with linear layers as `choose_linears` returns it.
     """
     c, linears, dense = config, None, linear_recipe(config)
-    backends = torch._dynamo.list_backends(exclude_tags=()) if c.compile else [c.compile_backend]
-    if c.compile_backend not in backends:
+    if c.compile and c.compile_backend not in (backends := torch._dynamo.list_backends(exclude_tags=())):
         raise ValueError(f"--compile-backend={c.compile_backend}, want one of {', '.join(backends)}")
     if dense is not None and c.linear_fqns != "":
         linears = Linears(dense, None if c.linear_fqns is None else tuple(split_names(c.linear_fqns)), tuple(split_names(c.linear_skip)))

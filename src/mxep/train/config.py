@@ -288,7 +288,8 @@ class TrainConfig:
         for name in _PATHS:
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(os.path.expanduser(path)))  # in a TOML file
-        object.__setattr__(self, "model", self.model and os.path.expanduser(self.model))
+        if isinstance(self.model, str):
+            object.__setattr__(self, "model", os.path.expanduser(self.model))
         positive = ("steps", "batch", "accumulate", "seq_len", "lr", "nproc", "ep", "eval_every", "eval_tokens", "checkpoint_every")
         degrees = ("dp_replicate", "tp", "expert_tp", "pp", "cp", "microbatch", "profile_steps", "profile_step", "numerics_every")
         for name in (*positive, *degrees, "keep", "log_every", "stop_after", "layers", "resume_step"):

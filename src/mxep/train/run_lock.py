@@ -9,7 +9,8 @@ The file is named after the run's id, so that every change is one atomic rename 
 - A run holds the folder as long as its own file exists. The heartbeat rewrites that file and never creates it.
 
 An owner on this host is alive if its process is: boot, PID namespace, pid and start time are compared. An owner anywhere else is alive if
-this process sees its file change; clocks of two hosts are never compared. So is the owner in a copy of a folder, which has another inode.
+this process sees its file change; clocks of two hosts are never compared. So is the owner in a copy of a folder, which has another inode,
+if its process is alive.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Owner:
             here = _inode(path.parent.parent)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
-        if values.get("inode", here) != here:  # a copy: its owner holds another folder
+        if values.get("inode", here) != here and owner.state() != "ended":  # a copy: its owner holds another folder
             owner = replace(owner, place="")
         typed = all(type(value) is (int if name in ("pid", "starter") else str) for name, value in asdict(owner).items())
         return owner if typed and owner.pid > 0 and owner.run == path.stem else None
