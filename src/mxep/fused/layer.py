@@ -341,7 +341,8 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     Returns:
         "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (as
         received), "first product" (gate and up, with scales where they are in MX), "weights for dgrad" (one byte a weight, see
-        `RuntimeEPConfig.keep_dgrad_weights`), "routing" (choices, maps, scores; logits where the input is not saved).
+        `RuntimeEPConfig.keep_dgrad_weights`; a cache of quantised weights has the same tensors), "routing" (choices, maps, scores; logits
+        where the input is not saved).
 
     Raises:
         ValueError: no fused layer made this tensor, or nothing is kept, as after its backward.
