@@ -153,6 +153,14 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A gloo group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def nccl() -> Iterator[torch.device]:
     """The GPU of a group of one rank, with deterministic algorithms."""
     device = torch.device("cuda", 0)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.user_experts import CallingExperts, sqnr_db
 from torch import Tensor, nn
@@ -19,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mxep.fused.layer import FusedMoE
 from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
 from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe, quantize_base
@@ -201,13 +198,6 @@ def ddp_refuses(rank: int, world: int) -> None:
         apply_ddp(net, meshes)
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_experts_bias_stays_out_of_mixed_precision(fused: bool, one_rank: None) -> None:
     """Rounded to bf16, experts 4 and 5 would tie; a forward that is run again must choose like the first."""
@@ -292,96 +282,6 @@ def test_blocks_outside_of_the_model_are_refused() -> None:
 
 def test_ddp_refuses_several_ep_groups() -> None:
     run_ranks(ddp_refuses, 2)
-
-
-class OneLayer(nn.Module):
-    """A single MoE layer under a root, as FSDP takes models."""
-
-    def __init__(self, moe: MoE, recompute: bool) -> None:
-        super().__init__()
-        self.layers, self.recompute = nn.ModuleList([moe]), recompute
-
-    def forward(self, x: Tensor) -> Tensor:
-        (layer,) = self.layers
-        return checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-
-
-def layer_with_near_ties(router_dtype: str, recipe: str = "hp") -> MoE:
-    """A float32 layer whose gate has rows that bf16 rounds to one."""
-    torch.manual_seed(0)
-    moe = MoE(MoEConfig(D, 96, E, 3, renormalize=True, balance_loss=0.1, router_dtype=router_dtype), recipe)  # type: ignore[arg-type]
-    row = torch.randn(D).bfloat16().float()
-    moe.router.gate.weight.data.copy_(row * (1 + torch.arange(E).roll(3)[:, None] * 2.0**-14))
-    return moe
-
-
-def routers_in_float32(rank: int, world: int) -> None:
-    """Forward chooses by the gate's float32 values; gradients are those of one process with a float32 gate and bf16 experts."""
-    steps = [[tokens.bfloat16() for tokens in step] for step in batches(world)]
-    total = sum(len(tokens) for step in steps for tokens in step)
-    alone = layer_with_near_ties("fp32")
-    gate = alone.router.gate.weight
-    alone.experts.bfloat16()
-    for step in steps:
-        for tokens in step:
-            (alone(tokens).float().square().sum() / total + alone.router_loss).backward()
-    want = {name: p.grad.float() for name, p in alone.named_parameters()}
-    chosen = [torch.cat([step[r] for step in steps]).double() @ gate.detach().double().T for r in range(world)]
-    load = torch.bincount(chosen[rank].topk(3).indices.flatten(), minlength=E)
-    for ep in (1, 2):
-        for fused in (False, True):
-            for recompute in (False, True):
-                moe, meshes = layer_with_near_ties("fp32"), build_meshes(world, ep, "cpu")
-                net = OneLayer(moe, recompute)
-                if fused:
-                    fuse_layers(net)
-                (layer,) = net.layers
-                parallelize_moe(layer, meshes.ep)
-                apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
-                for index, step in enumerate(steps):
-                    net.set_requires_gradient_sync(index == 1)
-                    (net(step[rank]).float().square().sum() / total + layer.router_loss).backward()
-                assert layer.tokens_per_expert.tolist() == load.tolist(), (ep, fused, recompute)
-                for name, p in layer.named_parameters():
-                    assert p.dtype == torch.float32
-                    error = float((p.grad.full_tensor() - want[name]).norm() / want[name].norm())
-                    assert error < 2e-2, (ep, fused, recompute, name, error)
-
-
-def test_a_router_in_float32_stays_out_of_mixed_precision() -> None:
-    run_ranks(routers_in_float32, 2)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_gate_is_rounded_where_bf16_was_asked_for(fused: bool, one_rank: None) -> None:
-    """All of its rows are one then, and the first experts have every token."""
-    for router_dtype, ties in (("bf16", True), ("fp32", False)):
-        net, meshes = OneLayer(layer_with_near_ties(router_dtype), False), build_meshes(1, 1, "cpu")
-        if fused:
-            fuse_layers(net)
-        parallelize_moe(net.layers[0], meshes.ep)
-        apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
-        net(torch.randn(50, D)).sum().backward()
-        assert ((net.layers[0].tokens_per_expert == 50).sum() == 3) == ties
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_evaluation_leaves_no_gate_gathered(fused: bool, one_rank: None) -> None:
-    """A later forward, without a backward in between, reads the current values of the gate."""
-    net, meshes = OneLayer(layer_with_near_ties("fp32"), False), build_meshes(1, 1, "cpu")
-    if fused:
-        fuse_layers(net)
-    (layer,) = net.layers
-    parallelize_moe(layer, meshes.ep)
-    apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
-    x, loads = torch.randn(50, D), []
-    with torch.no_grad():
-        for _ in range(2):
-            layer.reset_load()
-            net(x)
-            loads.append(layer.tokens_per_expert.clone())
-            layer.router.gate.weight.to_local().neg_()
-    assert not torch.equal(*loads)
 
 
 def whole_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -551,44 +451,6 @@ def gathers_of_evaluations(rank: int, world: int) -> None:
 
     apart, once = gathers(False), gathers(True)
     assert apart == 3 * once > 0
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = FusedMoE(MoEConfig(D, 96, E, 3), "hp")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.moe(x)
-
-
-def steps_after_a_forward_without_a_backward(rank: int, world: int) -> list[bool]:
-    """By which forward had no backward: whether the next forward has the new values."""
-    meshes, found = build_meshes(world, 1, "cpu"), []
-    for gradients in (False, True):
-        torch.manual_seed(1)
-        net = nn.Sequential(_Block(), _Block())
-        for block in net:
-            parallelize_moe(block.moe, meshes.ep)
-        torch.optim.SGD(net.parameters(), 0.0).step()  # before the first forward, which sets FSDP up
-        apply_fsdp(net, meshes, blocks=list(net), param_dtype=torch.bfloat16)
-        x, optimizer = torch.randn(16, D).bfloat16(), torch.optim.AdamW(net.parameters(), 0.1, foreach=False)
-        net(x).float().square().mean().backward()
-        with torch.set_grad_enabled(gradients):
-            (net if gradients else net[0])(x)
-        optimizer.step()
-        got = net(x).detach()
-        for unit in net.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
-        found.append(torch.equal(got, net(x).detach()))
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_after_a_forward_without_a_backward(world: int) -> None:
-    """A router's gate stays gathered until a backward frees it: the next step chose experts by the old one."""
-    assert run_ranks(steps_after_a_forward_without_a_backward, world) == [[True] * 2] * world
 
 
 def fewer_experts_than_ranks(rank: int, world: int) -> tuple[dict[str, Tensor], float]:

@@ -269,15 +269,13 @@ class PeersProblem:
         users = 2 if self.few and self.setting.device.type == "cuda" else 1  # eager calls and a graph
         assert all(fills == users * (2 if both else 4) for fills in filled.values()), f"weights kept: {filled} fills, want each form once"
         found = host_facts({arm: partial(run_arm, stages) for arm, stages in self.timed.items()}, self.setting.device, _HOST_BATCH)
-        return (
-            found
-            | ({"microbatches": MICROBATCHES} if self.few else {})
-            | {
-                "errors": self.errors,
-                "saved_bytes": {arm: saved_bytes(stages, (self.w1, self.w2)) for arm, stages in self.timed.items()},
-                "left_out": self.left_out,
-            }
-        )
+        if self.few:
+            found["microbatches"] = MICROBATCHES
+        return found | {
+            "errors": self.errors,
+            "saved_bytes": {arm: saved_bytes(stages, (self.w1, self.w2)) for arm, stages in self.timed.items()},
+            "left_out": self.left_out,
+        }
 
     def limits(self) -> dict[str, Arm]:
         """Dense products of the same sizes."""

@@ -403,9 +403,8 @@ def _outputs_of_tensors(
 
 
 def _cached_forms(call: _CallOptions, caches: Caches, weights: ExpertWeights, *names: str) -> tuple[WeightForms, WeightForms]:
-    """The forms of these names, "" for none, of the weights of gate and up and of down, where caches keep them.
-
-    Then dgrad's forms, as far as the same entries have them.
+    """The forms of these names, "" for none, of the weights of gate and up and of down, where caches keep them; and dgrad's forms, as far
+    as the same entries have them.
     """
     if caches == (None, None) or call.fused.experts.gemm is None or not any(names):
         return NO_FORMS, NO_FORMS

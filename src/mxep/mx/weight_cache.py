@@ -104,7 +104,7 @@ class WeightCache:
         self.captured = False
         self.weights: weakref.WeakSet[CachedWeight] = weakref.WeakSet()
         self._kept: dict[tuple[CachedWeight, FormKey], _CachedForm] = {}
-        self._in_graph: dict[tuple[CachedWeight, FormKey], _CachedForm] = {}  # of the capture of that number
+        self._in_graph: dict[tuple[CachedWeight, FormKey], _CachedForm] = {}  # of capture number `_capture`
         self._capture = 0
         _watch_optimizers()
         _CACHES.add(self)
@@ -134,7 +134,7 @@ class WeightCache:
         return not self.captured or is_capturing()
 
     def kept_on(self, device: torch.device) -> dict[tuple[CachedWeight, FormKey], _CachedForm]:
-        """What calls of now share: those of one capture, or eager ones."""
+        """The forms that calls on the current stream share: those of the capture that it is in, else those of eager calls."""
         number = capture_number(device)
         if number != self._capture:  # nothing reads what another capture has kept
             self._in_graph.clear()

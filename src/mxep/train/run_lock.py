@@ -9,8 +9,8 @@ The file is named after the run's id, so that every change is one atomic rename 
 - A run holds the folder as long as its own file exists. The heartbeat rewrites that file and never creates it.
 
 An owner on this host is alive if its process is: boot, PID namespace, pid and start time are compared. An owner anywhere else is alive if
-this process sees its file change; clocks of two hosts are never compared. So is the owner in a copy of a folder, which has another inode,
-if its process is alive.
+this process sees its file change; clocks of two hosts are never compared. A copy of a folder has another inode: if its owner's process is
+alive, it holds the original, and whether it holds the copy too is seen by its file as well.
 """
 
 from __future__ import annotations
