@@ -150,11 +150,11 @@ def experts_run(name: str, gated: bool = True, dtype: torch.dtype = torch.bfloat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(experts_run(name), monkeypatch, 3)
+    check(experts_run(name), monkeypatch, 2)
 
 
 def test_experts_without_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(experts_run("mxfp8_wgrad_with_mx", gated=False), monkeypatch, 3)
+    check(experts_run("mxfp8_wgrad_with_mx", gated=False), monkeypatch, 2)
 
 
 def test_experts_with_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_experts_with_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_in_one_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(experts_run("mxfp8_wgrad_with_mx", one_storage=True), monkeypatch, 3)
+    check(experts_run("mxfp8_wgrad_with_mx", one_storage=True), monkeypatch, 2)
 
 
 RUNTIMES = {
@@ -202,7 +202,7 @@ def test_options_biases_and_an_adapter(runtime: str, name: str, monkeypatch: pyt
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, [x, *learn], values(400 + number, TOKENS, D))]
 
-    check(run, monkeypatch, 0 if runtime == "chunks" else 3)
+    check(run, monkeypatch, 0 if runtime == "chunks" else 2)
 
 
 def test_frozen_weights_in_mx_and_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_frozen_weights_in_mx_and_no_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         out = layer(x)
         return [out.detach(), *torch.autograd.grad(out, [x], values(700 + number, *out.shape)), *run(number)]
 
-    check(both, monkeypatch, 3)
+    check(both, monkeypatch, 2)
 
 
 def test_grouped_mm_adds_to_a_main_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_layers_take_turns_and_a_graph_captures_them(monkeypatch: pytest.MonkeyP
     def turns(number: int) -> list[Tensor]:
         return [tensor for run in runs for tensor in run(number)]
 
-    check(turns, monkeypatch, 5)
+    check(turns, monkeypatch, 4)
     linear = MXLinear(torch.nn.Linear(D, N, bias=False, dtype=torch.bfloat16, device="cuda"), RECIPES["mxfp8_wgrad_with_mx"])
     x, graph = values(1, TOKENS, D), torch.cuda.CUDAGraph()
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_layer(name: str, kept: bool, recomputes: bool, monkeypatch: pytest.Monk
         out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
         return [out.detach(), *torch.autograd.grad(out, [x, *parameters], values(600 + number, TOKENS, D))]
 
-    check(run, monkeypatch, 3)
+    check(run, monkeypatch, 3 if recomputes else 2)
 
 
 def test_inference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_inference(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.inference_mode():
             return [layer(values(number, TOKENS, D))]
 
-    check(run, monkeypatch, 2)
+    check(run, monkeypatch, 1)
 
 
 def test_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         before = torch.cuda.memory_allocated()
         run(number)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert len(replayed_sequences()) >= 3
+    assert len(replayed_sequences()) >= 2
     assert peaks[-1] <= 1.02 * peaks[0]
 
 

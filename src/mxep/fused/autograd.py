@@ -11,7 +11,7 @@ backward  dispatch the output's gradient, the experts' backward chunk by chunk, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from mxep.fused.expert_chunks import ChunkBounds, ChunkedReduction, ExpertChunks
 from mxep.fused.make_dispatcher import make_dispatcher
 from mxep.fused.options import FusedOptions, TopK, allowed_topk, make_options
 from mxep.fused.runtime_config import RuntimeEPConfig
-from mxep.grouped_mm.products import SavedForm, saved_tensors, shared_form
+from mxep.grouped_mm.products import saved_tensors, shared_form
 from mxep.grouped_mm.wgrad_gemm import empty_wgrad
 from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import (
@@ -51,6 +51,7 @@ from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct
 from mxep.ops.activation.functions import SwiGLU
+from mxep.ops.runtime.for_backward import ForBackward
 from mxep.ops.runtime.replay import replayed
 from mxep.recipe import Recipe
 
@@ -60,7 +61,7 @@ _NUM_WEIGHTS = len(TENSORS)
 
 
 class SavedTensors(NamedTuple):
-    """What forward saves in addition to the weights and the dispatcher's tensors; None for what nothing will read."""
+    """What forward makes for backward, in addition to the dispatcher's tensors; None for what nothing will read."""
 
     x: Tensor | None  # (T, D), the input itself
     logits: Tensor | None  # (T, E); computed again where x is kept
@@ -70,16 +71,15 @@ class SavedTensors(NamedTuple):
     gate_up: Tensor | None  # (P, 2H) or (P, H), qdata or plain
     gate_up_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
     xa: Tensor | None  # (P, r), with gate_up where there is an adapter of its weight
-    gate_up_weight: Tensor | None  # (L, D, 2H) as dgrad reads it, one byte a value
+    gate_up_weight: Tensor | None  # (L, D, 2H) as dgrad reads it, one byte a value; not where a cache has it
     gate_up_weight_scale: Tensor | None  # (L, D)
     down_weight: Tensor | None  # (L, H, D)
     down_weight_scale: Tensor | None  # (L, H)
 
-    def with_dgrad(self, gate_up: SavedForm, down: SavedForm) -> SavedTensors:
-        """With these forms of the weights, from caches, as far as there are any."""
-        (data, scale), (down_data, down_scale) = gate_up, down
-        saved = self if data is None else self._replace(gate_up_weight=data, gate_up_weight_scale=scale)
-        return saved if down_data is None else saved._replace(down_weight=down_data, down_weight_scale=down_scale)
+    @staticmethod
+    def dgrad_made(saved: ForBackward) -> tuple[bool, bool]:
+        """Whether forward has made what dgrad reads of the weights of gate and up, and of down."""
+        return saved.has(SavedTensors._fields.index("gate_up_weight")), saved.has(SavedTensors._fields.index("down_weight"))
 
 
 def _as_rows(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -242,16 +242,14 @@ class _Dispatched(NamedTuple):
 
 class _Forward(NamedTuple):
     """What `_forward` returns: options with those that the tokens decide, counts, shares and z of the routing, what it leaves for
-    `_outputs`; and for backward what is saved, the dispatcher without its tensors, and these."""
+    `_outputs`, and what it saves for backward: `SavedTensors` and the dispatcher's tensors, and the dispatcher without them."""
 
     options: FusedOptions
     counts: Tensor | None
     shares: Tensor | None
     z: Tensor | None
     left: Any
-    saved: SavedTensors | None = None
-    dispatcher: TokenDispatcher | None = None
-    of_dispatcher: tuple[Tensor | None, ...] = ()
+    saved: ForBackward | None = None
 
 
 def _forward(
@@ -305,7 +303,7 @@ def _forward(
     rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
     saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
     bare, of_dispatcher = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
-    return made._replace(saved=saved, dispatcher=bare, of_dispatcher=of_dispatcher)
+    return made._replace(saved=ForBackward((*saved, *of_dispatcher), bare))
 
 
 def _outputs(call: _CallOptions, left: _Dispatched) -> Tensor:
@@ -331,11 +329,9 @@ def _backward(
     dy: Tensor,
     d_shares: Tensor | None,
     d_z: Tensor | None,
-    saved: SavedTensors,
+    kept: ForBackward,
     router: Tensor | None,
     weights: ExpertWeights,
-    bare: TokenDispatcher,
-    of_dispatcher: tuple[Tensor, ...],
     forms: WeightForms = NO_FORMS,
     forward: WeightForms = NO_FORMS,
     bounds: ChunkBounds | None = None,
@@ -345,7 +341,9 @@ def _backward(
     `forms`, `forward`: what dgrad and forward read of the weights, from caches.
     """
     options, needs, config = call.fused, call.needs, call.fused.router
-    dispatcher = bare.refilled(of_dispatcher)
+    tensors, bare = kept.tensors(), kept.rest
+    split = len(SavedTensors._fields)
+    saved, dispatcher = SavedTensors(*tensors[:split]), bare.refilled(tensors[split:])
     grad = dispatcher.combine.to_experts(dy, options.scaling_modes.combine_backward)  # (R, D)
     chunks = ExpertChunks.of(dispatcher, options.runtime, options.recipe.group_size_multiple_of, bounds)
     returned, d_weights = _backward_over_chunks(grad, saved, weights, dispatcher, chunks, options, call.caches, needs, forms, forward)
@@ -431,14 +429,13 @@ class _FusedMoE(torch.autograd.Function):
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
         arguments = x, router, weights, expert_bias, experts, scores
         bounds: ChunkBounds | None = None
+        dgrad = NO_FORMS
         if _replays(options, x.device):
-            forms = dgrad = NO_FORMS
+            forms = NO_FORMS
             if caches != (None, None):
                 call = call._replace(fused=options.for_rows(x.shape[0]), caches=(None, None))
                 forms, dgrad = _cached_forms(call, caches, weights, "forward", "forward")
             made = replayed(_forward_tensors if apart else _whole_forward, call, *arguments, forms)
-            if made.saved is not None and options.runtime.keep_dgrad_weights:
-                made = made._replace(saved=made.saved.with_dgrad(*dgrad))
             call = call._replace(fused=made.options)
             outputs = partial(replayed, _outputs_of_tensors, call, *made.left, weights) if apart else None
         else:
@@ -447,11 +444,12 @@ class _FusedMoE(torch.autograd.Function):
             outputs = partial(_outputs, call, made.left)
             if not apart:
                 made, outputs = made._replace(left=outputs()), None
-        _, counts, shares, z, left, saved, bare, of_dispatcher = made
-        if saves:
+        _, counts, shares, z, left, saved = made
+        if saved is not None:
             of_chunks = (None, None) if bounds is None else (bounds.on_device, bounds.on_host)
-            ctx.save_for_backward(*saved, router, *tensors, *of_dispatcher, *of_chunks)
-            ctx.call, ctx.caches, ctx.dispatcher, ctx.output = call, caches, bare, (x.shape, x.dtype, x.device)
+            of_caches = (*dgrad[0], *dgrad[1]) if options.runtime.keep_dgrad_weights else (None,) * 4
+            ctx.save_for_backward(router, *tensors, *of_caches, *of_chunks, *saved.kept)
+            ctx.call, ctx.caches, ctx.saved, ctx.output = call, caches, saved.bare(), (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         config = options.router
@@ -461,16 +459,19 @@ class _FusedMoE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        (*saved, on_device, on_host), call, split = ctx.saved_tensors, ctx.call, len(SavedTensors._fields)
-        router, tensors, of_dispatcher = saved[split], saved[split + 1 : split + 1 + _NUM_WEIGHTS], saved[split + 1 + _NUM_WEIGHTS :]
+        call, (router, *tensors) = ctx.call, ctx.saved_tensors
+        gate_up, gate_up_scale, down, down_scale, on_device, on_host, *kept = tensors[_NUM_WEIGHTS:]
         call = call._replace(needs=_needs_grad(ctx, router is not None), saves_x=ctx.needs_input_grad[1])
         shape, dtype, device = ctx.output
         dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
-        weights, needs, of_forward = ExpertWeights.of(tensors), call.needs, SavedTensors(*saved[:split])
-        arguments = dy, grads[2], grads[3], of_forward, router, weights, ctx.dispatcher, of_dispatcher
+        weights, needs, saved = ExpertWeights.of(tensors[:_NUM_WEIGHTS]), call.needs, ctx.saved.again(kept)
+        arguments = dy, grads[2], grads[3], saved, router, weights
         if _replays(call.fused, device):
-            gate_up, down = needs.x and of_forward.gate_up_weight is None, needs.activation and of_forward.down_weight is None
-            forms, _ = _cached_forms(call, ctx.caches, weights, "dgrad" * gate_up, "dgrad" * down)
+            of_gate_up, of_down = (gate_up, gate_up_scale), (down, down_scale)
+            made_gate_up, made_down = SavedTensors.dgrad_made(saved)
+            looks_up = needs.x and not made_gate_up and gate_up is None, needs.activation and not made_down and down is None
+            found, _ = _cached_forms(call, ctx.caches, weights, "dgrad" * looks_up[0], "dgrad" * looks_up[1])
+            forms = found[0] if looks_up[0] else of_gate_up, found[1] if looks_up[1] else of_down
             again = needs.activation and not call.fused.runtime.keep_first_product
             forward, _ = _cached_forms(call, ctx.caches, weights, "forward" * again, "")
             made = replayed(_backward, call, *arguments, forms, forward)
@@ -534,3 +535,15 @@ def run_layer(
 def is_fused(node: object) -> bool:
     """Whether an autograd node is this function's."""
     return type(node).__name__ == f"{_FusedMoE.__name__}Backward"
+
+
+def read_saved(
+    node: Any, saved: Sequence[Tensor | None]
+) -> tuple[SavedTensors, tuple[Tensor | None, ...], Sequence[Tensor | None], Tensor | None]:
+    """Of this function's node and its `saved_tensors`: what forward made, the dispatcher's tensors, the weights' forms from caches, and the
+    tensor of which some of these are views, if there is one.
+    """
+    split, of_caches = len(SavedTensors._fields), saved[1 + _NUM_WEIGHTS : 5 + _NUM_WEIGHTS]
+    made = node.saved.again(saved[7 + _NUM_WEIGHTS :])
+    tensors = made.tensors()
+    return SavedTensors(*tensors[:split]), tensors[split:], of_caches, None if made.packing is None else made.kept[0]

@@ -35,11 +35,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
-from mxep.fused.autograd import SavedTensors, is_fused, run_layer
+from mxep.fused.autograd import is_fused, read_saved, run_layer
 from mxep.fused.options import allowed_topk, check_layout, check_topk, kept_config, resolve_runtime
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
-from mxep.moe.expert_mlp import TENSORS, ExpertLora, ExpertWeights
+from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
 from mxep.moe.router import Router, check_router, is_watched
@@ -362,21 +362,22 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
     except RuntimeError as freed:
         raise ValueError("saved_bytes: the backward of this tensor has freed what was kept; call it before the backward") from freed
-    number = len(SavedTensors._fields)
-    kept = SavedTensors(*saved[:number])
-    rest = saved[number + 1 + len(TENSORS) : -2]  # after the router and the weights; the last two are bounds of chunks, a few words
+    kept, rest, of_caches, packed = read_saved(node, saved)
     groups: dict[str, tuple[Tensor | None, ...]] = {
         "input": (kept.x,),
         "dispatched tokens": (kept.rows, kept.scale),
         "first product": (kept.gate_up, kept.gate_up_scale),
-        "weights for dgrad": (kept.gate_up_weight, kept.gate_up_weight_scale, kept.down_weight, kept.down_weight_scale),
+        "weights for dgrad": (kept.gate_up_weight, kept.gate_up_weight_scale, kept.down_weight, kept.down_weight_scale, *of_caches),
         "routing": (kept.logits, kept.columns, *rest),
     }
     seen: set[int] = set()
     sizes = dict.fromkeys(groups, 0)
     for name, tensors in groups.items():
         for tensor in tensors:
-            if tensor is not None and tensor.untyped_storage().data_ptr() not in seen:
-                seen.add(tensor.untyped_storage().data_ptr())
-                sizes[name] += tensor.untyped_storage().nbytes()
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                own = packed is None or storage.data_ptr() != packed.data_ptr()
+                first, nbytes = (storage.data_ptr(), storage.nbytes()) if own else (tensor.data_ptr(), tensor.nbytes)
+                sizes[name] += 0 if first in seen else nbytes
+                seen.add(first)
     return sizes

@@ -26,11 +26,13 @@ from mxep.mx.rows import scatter
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
+from mxep.ops.runtime.for_backward import ForBackward
 from mxep.ops.runtime.replay import replayed
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
 from mxep.shapes import MX_BLOCK, round_up
 
 _WHERE = "grouped_mm"
+_DGRAD = 4  # which of the saved tensors is the weight's form for dgrad
 _ALIGNMENT_BYTES = 16  # of what the copy engine adds to
 
 
@@ -78,11 +80,10 @@ def multiply(
     weights = None if kept is None or gemm is None else Weights(w, None, gemm, kept, dtype=weight_dtype)
     form = (None, None) if weights is None else weights.cached("forward")
     for_dgrad = one_path and all(ctx.needs_input_grad[:2])
-    out, *saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None), a, w, offs, bias, form, lora)
-    assert out is not None
-    if weights is not None and form[0] is not None and for_dgrad:
-        saved[-2:] = weights.made("dgrad")
-    return out, (*saved, w)
+    out, saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None), a, w, offs, bias, form, lora)
+    ctx.saved = saved.bare()
+    dgrad = weights.made("dgrad") if weights is not None and form[0] is not None and for_dgrad else (None, None)
+    return out, (*saved.kept, *dgrad, w)
 
 
 def _multiply(
@@ -93,7 +94,7 @@ def _multiply(
     bias: torch.Tensor | None,
     form: SavedForm,
     lora: LoraProduct | None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[torch.Tensor, ForBackward]:
     """What `multiply` does on the device: the result, and what is saved but for w. `form`: what it reads of w, from a cache."""
     gemm, weight_dtype, for_dgrad = options
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
@@ -104,8 +105,8 @@ def _multiply(
     if pad_map is not None:
         out = scatter(out, pad_map, a.shape[0])
     # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
-    saved = *saved_tensors(operand), pad_map, None if pad_map is None else ends, *dgrad_form
-    return out if bias is None else add_bias_rows(out, bias, offs), *saved
+    saved = ForBackward((*saved_tensors(operand), pad_map, None if pad_map is None else ends, *dgrad_form))
+    return out if bias is None else add_bias_rows(out, bias, offs), saved
 
 
 def gradients(
@@ -122,32 +123,31 @@ def gradients(
 
     `lora`: as in `multiply_rows`.
     """
-    *of_rows, dgrad_data, dgrad_scale, w = saved
-    form = dgrad_data, dgrad_scale
+    *kept, dgrad_data, dgrad_scale, w = saved
+    form, made = (dgrad_data, dgrad_scale), ctx.saved.again(kept)
     d_gemm = ctx.gemm if ctx.gemm is None or ctx.gemm.out_dtype == ctx.a_like[1] else ctx.gemm.with_out_dtype(ctx.a_like[1])
-    if needs_a and form[0] is None and ctx.kept is not None and d_gemm is not None:
+    if needs_a and form[0] is None and not made.has(_DGRAD) and ctx.kept is not None and d_gemm is not None:
         form = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=form).cached("dgrad")
     needs = needs_a, needs_w, needs_bias and ctx.bias_like is not None
     options = ctx.gemm, d_gemm, ctx.a_like, ctx.weight_dtype, ctx.bias_like, needs
-    d_a, d_w, d_bias = replayed(_gradients, options, grad, *of_rows, form, w, offs, ctx.main_grad, lora)
+    d_a, d_w, d_bias = replayed(_gradients, options, grad, made, form, w, offs, ctx.main_grad, lora)
     return d_a, d_w, d_bias
 
 
 def _gradients(
     options: tuple[Any, ...],
     grad: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor | None,
-    pad_map: torch.Tensor | None,
-    ends: torch.Tensor | None,
+    saved: ForBackward,
     form: SavedForm,
     w: torch.Tensor,
     offs: torch.Tensor,
     main_grad: torch.Tensor | None,
     lora: LoraProduct | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What `gradients` does on the device."""
+    """What `gradients` does on the device. `form`: what dgrad reads of w, from a cache."""
     gemm, d_gemm, (num_rows, a_dtype), weight_dtype, bias_like, (needs_a, needs_w, needs_bias) = options
+    data, scale, pad_map, ends, *made = saved.tensors()
+    form = form if made[0] is None else (made[0], made[1])
     ends = offs if ends is None else ends
     grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
     d_w = None
@@ -159,6 +159,7 @@ def _gradients(
     if needs_w:
         maps = row_map, row_map
         assert operand is not None
+        assert data is not None
         both = operand, saved_operand(data, scale, a_dtype, gemm)
         if main_grad is None:
             d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)

@@ -18,6 +18,7 @@ from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import PLAIN_TENSORS
 from mxep.operators import forms_of
 from mxep.ops.runtime import nvrtc
+from mxep.ops.runtime.for_backward import ForBackward, Packing
 from mxep.ops.runtime.nvrtc import Arguments, Kernel, PackedStructure, TensorMap
 
 Where = tuple[int, int]  # a slot, which is the memory of one tensor, and bytes from that tensor's first one on
@@ -63,6 +64,14 @@ class _MXView(NamedTuple):
     scale: View
 
 
+class ForBackwardView(NamedTuple):
+    """A `ForBackward` that a call returns: its tensors, and the rest."""
+
+    tensors: tuple[View | None, ...]
+    rest: Any
+    packing: Packing | None = None
+
+
 def slots_of(template: Any) -> set[int]:
     if isinstance(template, View):
         return {template.slot}
@@ -79,7 +88,7 @@ def _is_constant(template: Any) -> bool:
 
 def maker(template: Any) -> Callable[[list[Any]], Any]:
     """What makes a template's value of the slots' tensors: one Python expression, since a call of a function for each part costs more."""
-    known: dict[str, Any] = {"new_tuple": tuple.__new__, "MXTensor": MXTensor}
+    known: dict[str, Any] = {"new_tuple": tuple.__new__, "MXTensor": MXTensor, "ForBackward": ForBackward}
 
     def name_of(value: Any) -> str:
         name = f"known_{len(known)}"
@@ -92,6 +101,8 @@ def maker(template: Any) -> Callable[[list[Any]], Any]:
             return f"{name_of(part.of)}(held)" if part.layout else f"held[{part.slot}]"
         if kind is _MXView:
             return f"MXTensor({expression(part.qdata)}, {expression(part.scale)}, {name_of(part.dtype)})"
+        if kind is ForBackwardView:
+            return f"ForBackward({expression(part.tensors)}, {name_of(part.rest)}, {name_of(part.packing)})"
         if _is_constant(part):
             return name_of(part)
         if kind is dict:
@@ -323,6 +334,8 @@ class CallRecorder(TorchDispatchMode):
             return _MXView(value.orig_dtype, *(self.view(part, is_result) for part in (value.qdata, value.scale)))
         if isinstance(value, Tensor):
             return self.view(value, is_result)
+        if kind is ForBackward:
+            return ForBackwardView(tuple([self.template(part, is_result) for part in value.tensors()]), self.template(value.rest))
         if isinstance(value, (tuple, list)):
             parts = [self.template(part, is_result) for part in value]
             if kind is tuple and all(part is old for part, old in zip(parts, value, strict=True)):

@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -28,17 +29,20 @@ from mxep.device import checking, is_capturing
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight_cache import PLAIN_TENSORS
 from mxep.ops.runtime import nvrtc
+from mxep.ops.runtime.for_backward import ForBackward, PackedView, Packing
 from mxep.ops.runtime.launch_graph import LaunchGraph
 from mxep.ops.runtime.nvrtc import fill_bytes
 from mxep.ops.runtime.recording import (
     VALUES,
     Allocation,
     CallRecorder,
+    ForBackwardView,
     KernelLaunch,
     NotReplayableError,
     Operator,
     Step,
     TritonLaunch,
+    View,
     maker,
     slots_of,
 )
@@ -81,11 +85,11 @@ class _Run:
     Torch's allocator gives a training step the addresses of the step before, so this is the rule.
     """
 
-    def __init__(self, launches: list[_Launch], device: torch.device, temporaries: dict[int, int], bases: list[int]) -> None:
+    def __init__(self, launches: list[_Launch], device: torch.device, placed: dict[int, tuple[int, int]]) -> None:
         self.slots = {slot for launch in launches for slot in launch.slots}
-        self._launches, self._device, self._temporaries = launches, device, temporaries
-        fixed = [slot for slot in bases if slot in self.slots or slot == bases[-1]]  # the last one: what has all temporaries
-        self._at: Callable[[list[int]], Any] = itemgetter(*fixed)
+        self._launches, self._device = launches, device
+        self._placed = {slot: placed[slot] for slot in self.slots if slot in placed}
+        self._at: Callable[[list[int]], Any] = itemgetter(*sorted({placed.get(slot, (slot, 0))[0] for slot in self.slots}))
         self._graphs: dict[Any, LaunchGraph | None] = {}
         self._graphable = len(launches) > 1
 
@@ -93,9 +97,8 @@ class _Run:
         at = self._at(addresses)
         graph = self._graphs.get(at)
         if graph is None:
-            memory = addresses[-1]
-            for slot, offset in self._temporaries.items():
-                addresses[slot] = memory + offset
+            for slot, (base, offset) in self._placed.items():
+                addresses[slot] = addresses[base] + offset
             launch = partial(self._launch, addresses)
             if at not in self._graphs:
                 if len(self._graphs) >= _GRAPHS:
@@ -158,33 +161,70 @@ class _Allocate:
         addresses[self._slot] = tensor.data_ptr()
 
 
+def _without_backward(template: Any) -> Any:
+    """A template of results without what backward reads of them."""
+    if isinstance(template, ForBackwardView):
+        return None
+    parts = template.values() if type(template) is dict else template
+    return [_without_backward(part) for part in parts] if isinstance(template, (tuple, list, dict)) else template
+
+
+def _packed(template: Any, slot: int, placed: dict[int, int], allocations: dict[int, Allocation]) -> Any:
+    """A template of results whose tensors for backward are views of `slot`, as far as their slots are `placed` there."""
+    if isinstance(template, ForBackwardView):
+        parts, own = list[PackedView | int | None](), [View(slot)]
+        for view in template.tensors:
+            if view is not None and view.slot in placed:
+                of = allocations[view.slot]
+                dtype, shape, strides, offset = view.layout or (of.dtype, of.shape, of.strides, 0)
+                parts.append(PackedView(placed[view.slot], of.nbytes, dtype, shape, strides, offset))
+            else:
+                parts.append(view if view is None else len(own) - 1)
+                own += [] if view is None else [view]
+        return ForBackwardView(tuple(own), None, Packing(parts, template.rest))
+    if isinstance(template, (tuple, list)) and slots_of(template):
+        again = [_packed(part, slot, placed, allocations) for part in template]
+        return type(template)(*again) if hasattr(template, "_fields") else type(template)(again)
+    return template
+
+
 class _Sequence:
     """What a recorded call did, ready to be done again.
 
-    Memory that launches alone use is one allocation.  Results, what operators of torch use, and all that is large have memory of their own;
-    what is large is there from its first use to its last one, as in the call that was recorded.
+    Memory that launches alone use is one allocation, and if `packs` what only backward reads is another.  Results, what operators of torch
+    use, and all that is large have memory of their own; what is large is there from its first use to its last one, as in the call that was
+    recorded.
     """
 
-    def __init__(self, recorder: CallRecorder, num_given: int, results: Any) -> None:
+    def __init__(self, recorder: CallRecorder, num_given: int, results: Any, packs: bool) -> None:
         template, steps = recorder.template(results, is_result=True), recorder.steps
         self.notes: Any = steps, template  # what two recordings must have in common
-        self._results, self._new, self._device = maker(template), len(recorder.slots) - num_given, recorder.device
+        self._new, self._device = len(recorder.slots) - num_given, recorder.device
         allocations = [step for step in steps if isinstance(step, Allocation)]
         used = set[int]().union(*(step.slots for step in steps if not isinstance(step, Allocation)))
         if any(a.nbytes and not a.zeros and a.slot not in used for a in allocations):
             raise NotReplayableError("it allocates memory that no launch or operator of the recording uses")
         large, kept = {a.slot for a in allocations if a.nbytes >= _LARGE}, slots_of(template)
-        own = kept | large | {slot for step in steps if isinstance(step, Operator) for slot in step.slots}
-        temporary = {a.slot: round_up(a.nbytes, _PART_BYTES) for a in allocations if a.slot not in own}
-        placed, self._bytes = _place(steps, temporary)
-        bases = [slot for slot in range(len(recorder.slots)) if slot not in temporary] + [len(recorder.slots)]
+        apart = large | {slot for step in steps if isinstance(step, Operator) for slot in step.slots}
+        sizes = {a.slot: round_up(a.nbytes, _PART_BYTES) for a in allocations if a.slot not in apart}
+        temporary = {slot: nbytes for slot, nbytes in sizes.items() if slot not in kept}
+        only_saved = kept - slots_of(_without_backward(template))
+        packed = [slot for slot, nbytes in sizes.items() if nbytes and slot in only_saved] if packs else []
+        offsets, self._bytes = _place(steps, temporary)
+        ends = list(accumulate((sizes[slot] for slot in packed), initial=0))
+        self._packed_bytes, offsets_packed = ends[-1], dict(zip(packed, ends, strict=False))
+        of_packed, of_temporary = len(recorder.slots), len(recorder.slots) + 1  # their addresses come last
+        placed = {slot: (of_temporary, offset) for slot, offset in offsets.items()}
+        placed |= {slot: (of_packed, offset) for slot, offset in offsets_packed.items()}
+        results = _packed(template, of_packed, offsets_packed, {a.slot: a for a in allocations}) if packed else template
+        self._results, own = maker(results), (kept | apart) - set(packed)
         last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
         first = [_Allocate(a) for a in allocations if a.slot in own - large]
         parts, launches = list[_Run | _OperatorCall | _Allocate](first), list[_Launch]()
 
         def end_run() -> None:
             if launches:
-                parts.append(_Run(launches.copy(), self._device, placed, bases))
+                parts.append(_Run(launches.copy(), self._device, placed))
                 launches.clear()
 
         for i, step in enumerate(steps):
@@ -207,9 +247,10 @@ class _Sequence:
         self._parts = [(part, [slot for slot, at in unused.items() if at == i]) for i, part in enumerate(parts)]
 
     def run(self, given: _Given, stream: int) -> Any:
-        held: list[Any] = [*given.tensors, *(None,) * self._new]
+        packed = torch.empty(self._packed_bytes, dtype=torch.uint8, device=self._device) if self._packed_bytes else None
+        held: list[Any] = [*given.tensors, *(None,) * self._new, packed]
         memory = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
-        addresses = [*given.addresses, *(0,) * self._new, memory.data_ptr()]
+        addresses = [*given.addresses, *(0,) * self._new, 0 if packed is None else packed.data_ptr(), memory.data_ptr()]
         for part, unused in self._parts:
             part.run(addresses, held, stream)
             for slot in unused:
@@ -229,7 +270,7 @@ class _Calls:
         self.sequence: _Sequence | None = None  # once two recordings agree
         self.problem: str | None = None  # of the last recording
 
-    def run(self, function: Callable[[], Any], given: _Given, device: torch.device) -> Any:
+    def run(self, function: Callable[[], Any], given: _Given, device: torch.device, packs: bool) -> Any:
         """Run it as it is, and after some times note what it does."""
         if self.recordings >= _RECORDINGS:
             return function()
@@ -247,9 +288,9 @@ class _Calls:
             self.recordings = _RECORDINGS if self._bytes > _MOST_BYTES else self.recordings
             self.problem = f"it allocates {self._bytes} bytes"
             return function()
-        return self._record(function, given)
+        return self._record(function, given, packs)
 
-    def _record(self, function: Callable[[], Any], given: _Given) -> Any:
+    def _record(self, function: Callable[[], Any], given: _Given, packs: bool) -> Any:
         recorder = CallRecorder(given.tensors, _MOST_BYTES)
         nvrtc.recorders.append(recorder)
         try:
@@ -261,7 +302,7 @@ class _Calls:
         last, self.last = self.last, None
         if recorder.problem is None:
             try:
-                sequence = _Sequence(recorder, len(given.tensors), results)
+                sequence = _Sequence(recorder, len(given.tensors), results, packs)
                 agrees = last is not None and last.notes == sequence.notes
             except Exception as problem:  # the call itself is done
                 self.problem = str(problem) if isinstance(problem, NotReplayableError) else repr(problem)
@@ -318,6 +359,15 @@ class _Given:
                 add((_like(part), part.stride(), part.storage_offset() == 0, place))
             elif kind in VALUES:
                 add((kind, part, math.copysign(1.0, part)) if kind is float else (kind, part))  # True is no 1
+            elif kind is ForBackward:
+                add(part.packing)
+                if part.packing is None:
+                    self._add((part.kept, part.rest))
+                else:  # all facts of what is packed are those of its packing
+                    packed, *own = part.kept
+                    tensors.append(packed)
+                    addresses.append(packed.data_ptr())
+                    self._add(own)
             elif kind is MXTensor:
                 add((kind, part.orig_dtype))
                 self._add((part.qdata, part.scale))
@@ -364,12 +414,13 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
     device = arguments[0].device
     if torch.compiler.is_compiling() or not _runs_on(device) or _watched(device):
         return function(options, *arguments)
+    packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # hooks want the same tensors in every call
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     try:
         given = _Given(arguments)
     except KeyError:
         return function(options, *arguments)
-    key = function, options, autocast, given.facts
+    key = function, options, autocast, packs, given.facts
     call = _calls.get(key)
     if call is None:
         if len(_calls) >= _KEPT:  # rare shapes first
@@ -381,4 +432,4 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
             return call.sequence.run(given, torch._C._cuda_getCurrentRawStream(device.index))
         with torch.autocast(device.type, enabled=False):  # casts were recorded as operators
             return call.sequence.run(given, torch._C._cuda_getCurrentRawStream(device.index))
-    return call.run(partial(function, options, *arguments), given, device)
+    return call.run(partial(function, options, *arguments), given, device, packs)

@@ -1,0 +1,72 @@
+"""What a function leaves to its backward: tensors that autograd saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PackedView(NamedTuple):
+    """A tensor in a packed one: its first byte there, dtype, shape and strides; `storage_offset` counts values from that byte on."""
+
+    byte: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage_offset: int
+
+    def of(self, packed: Tensor) -> Tensor:
+        values = packed[self.byte : self.byte + self.nbytes // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return values.as_strided(self.shape, self.strides, values.storage_offset() + self.storage_offset)
+
+
+class Packing:
+    """How the tensors of a replayed call are kept: views of one tensor of bytes, or the number of a tensor of its own, or None."""
+
+    def __init__(self, parts: Sequence[PackedView | int | None], rest: Any) -> None:
+        self.parts, self.rest = tuple(parts), rest
+
+
+class ForBackward:
+    """Tensors, some of them None, and the rest of what a backward reads, which has none.
+
+    A replayed call (`mxep.ops.runtime.replay`) keeps its small tensors in one of bytes: one allocation, one tensor to save and one
+    address for the replayed backward.
+
+    Attributes:
+        kept: what autograd is to save, in the order that `again` wants.
+        packing: None if these are the tensors themselves.
+    """
+
+    __slots__ = ("_rest", "kept", "packing")
+
+    def __init__(self, kept: Sequence[Tensor | None], rest: Any = None, packing: Packing | None = None) -> None:
+        self.kept, self.packing, self._rest = tuple(kept), packing, rest
+
+    def bare(self) -> ForBackward:
+        """Without the tensors, which autograd has."""
+        return ForBackward((), self._rest, self.packing)
+
+    def again(self, kept: Sequence[Tensor | None]) -> ForBackward:
+        """With those that autograd has saved."""
+        return ForBackward(kept, self._rest, self.packing)
+
+    @property
+    def rest(self) -> Any:
+        return self._rest if self.packing is None else self.packing.rest
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        if self.packing is None:
+            return self.kept
+        packed, *own = self.kept
+        assert packed is not None
+        parts = self.packing.parts
+        return tuple([part.of(packed) if isinstance(part, PackedView) else None if part is None else own[part] for part in parts])
+
+    def has(self, number: int) -> bool:
+        """Whether the tensor of this number is not None."""
+        return (self.kept if self.packing is None else self.packing.parts)[number] is not None
