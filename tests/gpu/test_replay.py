@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import mxep
+from mxep.fused.autograd import is_fused
 from mxep.mx.weight_cache import WeightCache
 from mxep.ops.runtime import replay
 from mxep.parallel import MXLinear
@@ -278,6 +279,27 @@ def test_layer(name: str, kept: bool, recomputes: bool, monkeypatch: pytest.Monk
         return [out.detach(), *torch.autograd.grad(out, [x, *parameters], values(600 + number, TOKENS, D))]
 
     check(run, monkeypatch, 3 if recomputes else 2)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_saved_bytes(kept: bool) -> None:
+    """The same in a replayed call, which packs what it saves: one tensor beside the input, the router's logits, weights and their forms."""
+    layer = mxep.FusedMoE(mxep.MoEConfig(D, H, EXPERTS, CHOICES), "mxfp8_wgrad_with_mx").to("cuda", torch.bfloat16)
+    layer.init_weights(0.1)
+    if kept:
+        layer.experts.keep_quantized(WeightCache())
+    found, tensors = [], []
+    for number in range(CALLS):
+        out = layer(values(number, TOKENS, D).requires_grad_())
+        found.append(mxep.moe.saved_bytes(out))
+        node = out.grad_fn
+        while not is_fused(node):
+            node = node.next_functions[0][0]  # type: ignore[union-attr]
+        tensors.append(sum(tensor is not None for tensor in node.saved_tensors))  # type: ignore[union-attr]
+        out.sum().backward()
+    assert found == [found[0]] * CALLS
+    weights = 3
+    assert tensors[-1] == weights + 3 + (4 if kept else 0) < tensors[0]
 
 
 def test_inference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ backward  dispatch the output's gradient, the experts' backward chunk by chunk, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -45,13 +45,13 @@ from mxep.moe.expert_mlp import (
     rows_gradient,
     weight_gradients,
 )
-from mxep.moe.router import logits_backward, logits_of, route_tokens, router_gradients
+from mxep.moe.router import logits_backward, route_tokens, router_gradients
 from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct
 from mxep.ops.activation.functions import SwiGLU
-from mxep.ops.runtime.for_backward import ForBackward
+from mxep.ops.runtime.for_backward import ForBackward, Memory, memory_of
 from mxep.ops.runtime.replay import replayed
 from mxep.recipe import Recipe
 
@@ -64,7 +64,7 @@ class SavedTensors(NamedTuple):
     """What forward makes for backward, in addition to the dispatcher's tensors; None for what nothing will read."""
 
     x: Tensor | None  # (T, D), the input itself
-    logits: Tensor | None  # (T, E); computed again where x is kept
+    logits: Tensor | None  # (T, E)
     columns: Tensor | None  # (T, C) int16, where each score was in the caller's scores; None for a router's
     rows: Tensor | None  # (R, D), the dispatched tokens: qdata or plain
     scale: Tensor | None  # (R, D/32)
@@ -217,7 +217,6 @@ class _CallOptions(NamedTuple):
     Attributes:
         fused: the options.  needs: which inputs need a gradient.  saves: whether there will be a backward.
         saves_x: whether the router's weight needs a gradient, which reads the tokens.
-        autocast: whether it is on.
         caches: of the weights' quantised forms.
     """
 
@@ -225,7 +224,6 @@ class _CallOptions(NamedTuple):
     needs: NeedsGrad
     saves: bool
     saves_x: bool
-    autocast: bool = False
     caches: Caches = (None, None)
 
 
@@ -263,7 +261,7 @@ def _forward(
     forms: WeightForms = NO_FORMS,
 ) -> _Forward:
     """All but the experts' outputs, which `_outputs` makes. `forms`: what forward reads of the weights, from caches."""
-    options, needs, saves, saves_x, autocast, caches = call
+    options, needs, saves, saves_x, caches = call
     runtime, modes = options.runtime, options.scaling_modes
     alignment, config = options.recipe.group_size_multiple_of, options.router
     logits = counts = shares = z = columns = None
@@ -297,9 +295,7 @@ def _forward(
     reads_rows = needs.reads_x or gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)
     kept_rows = rows if reads_rows and not runtime.redispatch_x_in_backward else None
     kept_x = x if saves_x or (reads_rows and kept_rows is None) else None
-    # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
-    recomputes = kept_x is not None and (config.router_dtype == "fp32" or not autocast)
-    kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
+    kept_logits, columns = (logits, columns) if needs.scores else (None, None)
     rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
     saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
     bare, of_dispatcher = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
@@ -350,13 +346,9 @@ def _backward(
     d_x = d_router = of_router = None
     d_scores = None if returned.scores is None else returned.scores()  # (T, C)
     if router is not None and d_scores is not None:
-        logits = saved.logits
-        if logits is None:
-            assert saved.x is not None
-            with torch.autocast(dy.device.type, enabled=False):  # as in forward, whatever is on around backward
-                logits = logits_of(saved.x, router, config.router_dtype)
+        assert saved.logits is not None
         dtype = torch.float32 if config.router_dtype == "fp32" else dy.dtype
-        d_logits = router_gradients(logits, dispatcher.experts, d_scores, d_shares, d_z, config, dtype)  # (T, E)
+        d_logits = router_gradients(saved.logits, dispatcher.experts, d_scores, d_shares, d_z, config, dtype)  # (T, E)
         assert not call.saves_x or saved.x is not None
         tokens, d_scores = saved.x if call.saves_x else None, None
         of_router, d_router = logits_backward(d_logits, tokens, router, config.router_dtype, dy.dtype, needs.x)
@@ -424,7 +416,7 @@ class _FusedMoE(torch.autograd.Function):
         """
         *tensors, expert_bias, experts, scores, options, caches, grad_enabled, apart = rest
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
-        call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], torch.is_autocast_enabled(x.device.type), caches)
+        call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], caches)
         w1, w2, w3, b1, b2, b3, *lora = tensors
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
         arguments = x, router, weights, expert_bias, experts, scores
@@ -537,13 +529,12 @@ def is_fused(node: object) -> bool:
     return type(node).__name__ == f"{_FusedMoE.__name__}Backward"
 
 
-def read_saved(
-    node: Any, saved: Sequence[Tensor | None]
-) -> tuple[SavedTensors, tuple[Tensor | None, ...], Sequence[Tensor | None], Tensor | None]:
-    """Of this function's node and its `saved_tensors`: what forward made, the dispatcher's tensors, the weights' forms from caches, and the
-    tensor of which some of these are views, if there is one.
+def saved_memory(node: Any) -> dict[str, Memory | None]:
+    """Memory that a node of this function keeps, but for the weights, by names of `SavedTensors`; "dispatcher 0" and on are those of the
+    dispatcher, "cache 0" and on the weights' forms from caches.
     """
-    split, of_caches = len(SavedTensors._fields), saved[1 + _NUM_WEIGHTS : 5 + _NUM_WEIGHTS]
-    made = node.saved.again(saved[7 + _NUM_WEIGHTS :])
-    tensors = made.tensors()
-    return SavedTensors(*tensors[:split]), tensors[split:], of_caches, None if made.packing is None else made.kept[0]
+    saved, names = node.saved_tensors, SavedTensors._fields
+    memory = node.saved.again(saved[7 + _NUM_WEIGHTS :]).memory()
+    found = dict(zip(names, memory, strict=False))
+    found |= {f"dispatcher {i}": part for i, part in enumerate(memory[len(names) :])}
+    return found | {f"cache {i}": memory_of(part) for i, part in enumerate(saved[1 + _NUM_WEIGHTS : 5 + _NUM_WEIGHTS])}

@@ -9,7 +9,7 @@ forward   route (moe/router.py); quantise each token 1x32 once and send it once 
 backward  quantise the output's gradient once per token and send it the same way; dgrad and wgrad of the down GEMM read these bytes; dgrad
           of gate and up is summed and sent back like the outputs; the router's part is the last term of that sum
 saves     the dispatched tokens as they were received, and gate and up (either can be recomputed instead, `RuntimeEPConfig`); top-k choices
-          and scores; for a router the tokens, of which its logits are computed again.  Tokens in the experts' order are never stored.
+          and scores; for a router its logits, and the tokens if its weight learns.  Tokens in the experts' order are never stored.
           `saved_bytes` counts
 transports  torch.distributed, or symmetric memory for groups that have it (`mxep.set_transport`): the same bits
 host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from mxep.comm import group_name_of
-from mxep.fused.autograd import is_fused, read_saved, run_layer
+from mxep.fused.autograd import is_fused, run_layer, saved_memory
 from mxep.fused.options import allowed_topk, check_layout, check_topk, kept_config, resolve_runtime
 from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activation
@@ -341,8 +341,8 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     Returns:
         "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (as
         received), "first product" (gate and up, with scales where they are in MX), "weights for dgrad" (one byte a weight, see
-        `RuntimeEPConfig.keep_dgrad_weights`; a cache of quantised weights has the same tensors), "routing" (choices, maps, scores; logits
-        where the input is not saved).
+        `RuntimeEPConfig.keep_dgrad_weights`; a cache of quantised weights has the same tensors), "routing" (choices, maps, scores,
+        a router's logits).
 
     Raises:
         ValueError: no fused layer made this tensor, or nothing is kept, as after its backward.
@@ -359,25 +359,17 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     if node is None:
         raise ValueError("saved_bytes: this tensor is not the output of a fused layer that keeps anything; call it before the backward")
     try:
-        saved: tuple[Tensor | None, ...] = node.saved_tensors  # type: ignore[attr-defined]
+        kept = saved_memory(node)
     except RuntimeError as freed:
         raise ValueError("saved_bytes: the backward of this tensor has freed what was kept; call it before the backward") from freed
-    kept, rest, of_caches, packed = read_saved(node, saved)
-    groups: dict[str, tuple[Tensor | None, ...]] = {
-        "input": (kept.x,),
-        "dispatched tokens": (kept.rows, kept.scale),
-        "first product": (kept.gate_up, kept.gate_up_scale),
-        "weights for dgrad": (kept.gate_up_weight, kept.gate_up_weight_scale, kept.down_weight, kept.down_weight_scale, *of_caches),
-        "routing": (kept.logits, kept.columns, *rest),
-    }
+    groups = {"x": "input", "rows": "dispatched tokens", "scale": "dispatched tokens"}
+    groups |= {"gate_up": "first product", "gate_up_scale": "first product"}
+    groups |= dict.fromkeys(("gate_up_weight", "gate_up_weight_scale", "down_weight", "down_weight_scale"), "weights for dgrad")
+    sizes = dict.fromkeys(("input", "dispatched tokens", "first product", "weights for dgrad", "routing"), 0)
     seen: set[int] = set()
-    sizes = dict.fromkeys(groups, 0)
-    for name, tensors in groups.items():
-        for tensor in tensors:
-            if tensor is not None:
-                storage = tensor.untyped_storage()
-                own = packed is None or storage.data_ptr() != packed.data_ptr()
-                first, nbytes = (storage.data_ptr(), storage.nbytes()) if own else (tensor.data_ptr(), tensor.nbytes)
-                sizes[name] += 0 if first in seen else nbytes
-                seen.add(first)
+    for name, memory in kept.items():
+        first, nbytes = (0, 0) if memory is None else memory
+        if first and first not in seen:
+            sizes[groups.get(name, "weights for dgrad" if name.startswith("cache") else "routing")] += nbytes
+            seen.add(first)
     return sizes

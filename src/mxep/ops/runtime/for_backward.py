@@ -8,9 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Memory = tuple[int, int]  # its first address and bytes
+
+
+def memory_of(tensor: Tensor | None) -> Memory | None:
+    """A tensor's storage."""
+    return None if tensor is None else (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+
 
 class PackedView(NamedTuple):
-    """A tensor in a packed one: its first byte there, dtype, shape and strides; `storage_offset` counts values from that byte on."""
+    """A tensor in a packed one: where its memory is there, dtype, shape and strides; `storage_offset` counts values from `byte` on."""
 
     byte: int
     nbytes: int
@@ -66,6 +73,18 @@ class ForBackward:
         assert packed is not None
         parts = self.packing.parts
         return tuple([part.of(packed) if isinstance(part, PackedView) else None if part is None else own[part] for part in parts])
+
+    def memory(self) -> tuple[Memory | None, ...]:
+        """Of each tensor; tensors of the same memory are views of one."""
+        if self.packing is None:
+            return tuple(memory_of(tensor) for tensor in self.kept)
+        packed, *own = self.kept
+        assert packed is not None
+        start, parts = packed.data_ptr(), self.packing.parts
+        apart = [memory_of(tensor) for tensor in own]
+        return tuple(
+            (start + part.byte, part.nbytes) if isinstance(part, PackedView) else None if part is None else apart[part] for part in parts
+        )
 
     def has(self, number: int) -> bool:
         """Whether the tensor of this number is not None."""
