@@ -62,6 +62,13 @@ def check_gradient(given: Call, how: tuple[Any, ...], got: torch.Tensor, want: t
     assert (got.double() - want.double()).norm() <= near * (want.double().norm() + cancelled)
 
 
+def check_parts(parts: torch.Tensor, whole: torch.Tensor) -> None:
+    """Parts (T, 3, E) in bf16 whose sum is the gradient (T, E) in float32."""
+    assert parts.dtype == torch.bfloat16
+    assert torch.equal(parts.double().sum(1), whole.double())
+    assert torch.equal(parts[:, 0], whole.bfloat16())
+
+
 def check_nan(call: Call, got: tuple[torch.Tensor, ...], token: int) -> None:
     """A token of NaN has C experts and no weight, and changes no other token."""
     weights, experts, counts, *_ = got

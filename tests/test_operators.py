@@ -235,6 +235,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         for how in (
             (torch.ones(6), None, "softmax", True, 2.0, torch.bfloat16),
             (None, torch.ones(()), "sigmoid", False, 1.0, torch.float32),
+            (None, None, "softmax", True, 1.0, torch.float32, True),
         )
     ],
     "index_topk": lambda: [

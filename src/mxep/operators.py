@@ -137,9 +137,10 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         # what the balance loss and the z-loss are made of: shares (E,), z ()
         "route_tokens(Tensor logits, Tensor? expert_bias, int top_k, str score_function, int num_groups, int top_groups, bool forced, "
         "bool renormalize, float route_scale, bool with_shares, bool with_z) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        # of logits (T, E) whose experts (T, C) were chosen: their gradient, from d_weights (T, C) and those of shares (E,) and z ()
+        # of logits (T, E) whose experts (T, C) were chosen: their gradient, from d_weights (T, C) and those of shares (E,) and z (); in
+        # `dtype`, or as (T, 3, E) bf16 whose sum is that in float32
         "router_backward(Tensor logits, Tensor experts, Tensor d_weights, Tensor? d_shares, Tensor? d_z, str score_function, "
-        "bool renormalize, float route_scale, ScalarType dtype) -> Tensor",
+        "bool renormalize, float route_scale, ScalarType dtype, bool in_parts=False) -> Tensor",
     ),
     ("routing.index_reference", "routing.index"): (
         # counts (W*L,) rank-major -> (row_map (P,), padded counts (L,), END offsets (L,)), int32

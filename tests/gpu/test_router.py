@@ -27,7 +27,10 @@ def test_gradients_are_those_of_the_reference(tokens: int, experts: int, choices
             how = score_function, renormalize, 2.5, dtype
             with no_sync():
                 got = kernels.router_backward(*given, *how)
+                parts = kernels.router_backward(*given, *how, in_parts=True)
             route_cases.check_gradient(given, how, got, reference.router_backward(*given, *how), near)
+            if dtype == torch.float32:
+                route_cases.check_parts(parts, got)
 
 
 def test_underflow_and_nan() -> None:

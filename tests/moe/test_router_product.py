@@ -10,7 +10,9 @@ from torch import Tensor
 
 import mxep
 from mxep.moe import router
-from mxep.moe.router import RouterProduct, bf16_parts, logits_backward, logits_of
+from mxep.moe.router import RouterProduct, logits_backward, logits_of
+from mxep.ops.routing import router_reference
+from mxep.ops.routing.router_reference import bf16_parts
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -39,6 +41,25 @@ def test_gradients_of_the_float32_product(dtype: torch.dtype, in_parts: bool, mo
         assert (value.double() - exactly).norm() / exactly.norm() < (1e-6 if value.dtype == torch.float32 else 2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_layer_has_the_same_gradients_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = mxep.FusedMoE(mxep.MoEConfig(32, 32, 4, 2, balance_loss=0.01, z_loss=0.01), "hp").bfloat16()
+    layer.init_weights(0.2)
+    layer.router.to(dtype)
+    x, found = torch.randn(70, 32).bfloat16(), []
+    for in_parts in (False, True):
+        if in_parts:
+            monkeypatch.setattr(router, "_in_parts", lambda tensor, dtype: dtype == torch.bfloat16)
+            monkeypatch.setattr(router, "_mm_float32", lambda a, b: a.float() @ b.float())
+        leaf = x.clone().requires_grad_()
+        loss = layer(leaf).float().square().sum() + layer.router_loss
+        found.append(torch.autograd.grad(loss, [leaf, layer.router.gate.weight]))
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        near = 1e-6 if got.dtype == torch.float32 else 4e-3
+        assert (got - want).float().norm() <= near * want.float().norm()
+
+
 def test_the_bf16_product_and_its_gradients_are_in_the_tokens_dtype() -> None:
     generator = torch.Generator().manual_seed(2)
     tokens, weight = torch.randn(30, 32, generator=generator).bfloat16(), torch.randn(8, 32, generator=generator)
@@ -51,7 +72,7 @@ def test_the_bf16_product_and_its_gradients_are_in_the_tokens_dtype() -> None:
 
 
 def test_three_bf16_values_are_a_float32_value() -> None:
-    assert doctest.testmod(router, extraglobs={"mxep": mxep}).failed == 0
+    assert doctest.testmod(router, extraglobs={"mxep": mxep}).failed == doctest.testmod(router_reference).failed == 0
     value = torch.randn(1000) * torch.exp2(torch.randint(-60, 60, (1000,)))
     assert torch.equal(sum(part.double() for part in bf16_parts(value)), value.double())
     assert bf16_parts(value.bfloat16())[0].equal(value.bfloat16())

@@ -50,7 +50,7 @@ class Product(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         out, saved = replayed(forward, "options", x, w)
         ctx.save_for_backward(w, *saved.kept)
-        ctx.saved = saved.bare()
+        ctx.saved = ForBackward((), *saved[1:])
         assert not ctx.saved.kept
         return out
 

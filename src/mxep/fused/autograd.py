@@ -347,8 +347,7 @@ def _backward(
     d_scores = None if returned.scores is None else returned.scores()  # (T, C)
     if router is not None and d_scores is not None:
         assert saved.logits is not None
-        dtype = torch.float32 if config.router_dtype == "fp32" else dy.dtype
-        d_logits = router_gradients(saved.logits, dispatcher.experts, d_scores, d_shares, d_z, config, dtype)  # (T, E)
+        d_logits = router_gradients(saved.logits, dispatcher.experts, d_scores, d_shares, d_z, config, dy.dtype)
         assert not call.saves_x or saved.x is not None
         tokens, d_scores = saved.x if call.saves_x else None, None
         of_router, d_router = logits_backward(d_logits, tokens, router, config.router_dtype, dy.dtype, needs.x)
@@ -441,7 +440,7 @@ class _FusedMoE(torch.autograd.Function):
             of_chunks = (None, None) if bounds is None else (bounds.on_device, bounds.on_host)
             of_caches = (*dgrad[0], *dgrad[1]) if options.runtime.keep_dgrad_weights else (None,) * 4
             ctx.save_for_backward(router, *tensors, *of_caches, *of_chunks, *saved.kept)
-            ctx.call, ctx.caches, ctx.saved, ctx.output = call, caches, saved.bare(), (x.shape, x.dtype, x.device)
+            ctx.call, ctx.caches, ctx.saved, ctx.output = call, caches, ForBackward((), *saved[1:]), (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         config = options.router

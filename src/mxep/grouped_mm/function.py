@@ -81,7 +81,7 @@ def multiply(
     form = (None, None) if weights is None else weights.cached("forward")
     for_dgrad = one_path and all(ctx.needs_input_grad[:2])
     out, saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None), a, w, offs, bias, form, lora)
-    ctx.saved = saved.bare()
+    ctx.saved = ForBackward((), *saved[1:])
     dgrad = weights.made("dgrad") if weights is not None and form[0] is not None and for_dgrad else (None, None)
     return out, (*saved.kept, *dgrad, w)
 

@@ -30,6 +30,7 @@ from torch.func import functional_call
 from mxep.checks import check_tensors
 from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.mx.compile import in_graph
+from mxep.ops.routing.router_reference import bf16_parts
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -75,6 +76,8 @@ def logits_of(tokens: Tensor, weight: Tensor, router_dtype: RouterDtype) -> Tens
         return F.linear(tokens, weight.to(tokens.dtype))
     with without_autocast(tokens):
         if _in_parts(tokens, tokens.dtype):
+            if weight.dtype == torch.bfloat16:
+                return _mm_float32(tokens, weight.t())
             parts = bf16_parts(weight)
             return _mm_float32(tokens, torch.cat(parts).t()).unflatten(1, (len(parts), -1)).sum(1)
         return F.linear(tokens.float(), weight.float())
@@ -85,11 +88,13 @@ def logits_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `logits_of`: of the tokens (T, D), which are of `dtype`, if they need one; of the weight (E, D) if tokens are given.
 
-    d_logits (T, E) is float32, or with "bf16" of `dtype`; so are both products, each rounded once, to the dtype of its result.
+    d_logits (T, E) is float32, or with "bf16" of `dtype`; so are both products, each rounded once, to the dtype of its result.  (T, 3, E)
+    are the `bf16_parts` of float32 ones, as `router_gradients` may return them.
     """
     with without_autocast(d_logits):
-        if router_dtype == "fp32" and _in_parts(d_logits, dtype):
-            return _backward_in_parts(d_logits, tokens, weight, needs_tokens)
+        if d_logits.dim() == 3 or (router_dtype == "fp32" and _in_parts(d_logits, dtype)):
+            in_parts = d_logits if d_logits.dim() == 3 else torch.stack(bf16_parts(d_logits), 1)
+            return _backward_in_parts(in_parts, tokens, weight, needs_tokens)
         made_in = dtype if router_dtype == "bf16" else torch.float32
         d_tokens = (d_logits @ weight.to(made_in)).to(dtype) if needs_tokens else None
         d_weight = None if tokens is None else (d_logits.t() @ tokens.to(made_in)).to(weight.dtype)
@@ -97,29 +102,17 @@ def logits_backward(
 
 
 def _backward_in_parts(d_logits: Tensor, tokens: Tensor | None, weight: Tensor, needs_tokens: bool) -> tuple[Tensor | None, Tensor | None]:
-    """`logits_backward` of bf16 tokens on a GPU."""
-    d_parts, parts = bf16_parts(d_logits), bf16_parts(weight)
+    """`logits_backward` of bf16 tokens on a GPU, from d_logits (T, 3, E)."""
     d_tokens = d_weight = None
     if needs_tokens:  # rounded to bf16: products of later parts are below 2^-15 of it
-        pairs = [(i, j) for i in range(2) for j in range(min(2, len(parts))) if i + j < 2]
-        d_tokens = torch.cat([d_parts[i] for i, _ in pairs], 1) @ torch.cat([parts[j] for _, j in pairs])
+        if weight.dtype == torch.bfloat16:
+            d_tokens = d_logits[:, :2].flatten(1) @ torch.cat([weight, weight])
+        else:
+            (d_first, d_second, _), (first, second, _) = d_logits.unbind(1), bf16_parts(weight)
+            d_tokens = torch.cat([d_first, d_first, d_second], 1) @ torch.cat([first, second, first])
     if tokens is not None:
-        d_weight = _mm_float32(torch.cat(d_parts, 1).t(), tokens).unflatten(0, (len(d_parts), -1)).sum(0).to(weight.dtype)
+        d_weight = _mm_float32(d_logits.flatten(1).t(), tokens).unflatten(0, (3, -1)).sum(0).to(weight.dtype)
     return d_tokens, d_weight
-
-
-def bf16_parts(value: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in bf16 whose sum is `value`: three of a float32 one, each the rounding of what those before it leave; a bf16 one itself.
-
-    >>> [part.item() for part in bf16_parts(torch.tensor(1 + 2**-10 + 2**-20))]
-    [1.0, 0.0009765625, 9.5367431640625e-07]
-    """
-    if value.dtype == torch.bfloat16:
-        return (value,)
-    first = value.bfloat16()
-    rest = value - first
-    second = rest.bfloat16()
-    return first, second, (rest - second).bfloat16()
 
 
 def _in_parts(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -178,11 +171,12 @@ def route_tokens(tokens: Tensor, weight: Tensor, expert_bias: Tensor | None, con
 def router_gradients(
     logits: Tensor, experts: Tensor, d_scores: Tensor, d_shares: Tensor | None, d_z: Tensor | None, config: MoEConfig, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of the logits (T, E) in `dtype`, for the experts (T, C) that were chosen; None for what has no gradient."""
-    losses = d_shares if config.balance_loss else None, d_z if config.z_loss else None
-    return torch.ops.mxep.router_backward(
-        logits, experts, d_scores, *losses, config.score_function, config.renormalize, config.route_scale, dtype
-    )
+    """Gradient of the logits (T, E), as `logits_backward` reads it for tokens of `dtype`, for the experts (T, C) that were chosen; None for
+    what has no gradient.
+    """
+    losses, fp32 = (d_shares if config.balance_loss else None, d_z if config.z_loss else None), config.router_dtype == "fp32"
+    how = config.score_function, config.renormalize, config.route_scale, torch.float32 if fp32 else dtype
+    return torch.ops.mxep.router_backward(logits, experts, d_scores, *losses, *how, fp32 and _in_parts(logits, dtype))
 
 
 @in_graph

@@ -168,7 +168,8 @@ def route_tokens(call: Call) -> tuple[Tensor, ...]:
 
 
 def router_backward(call: Call) -> Tensor:
-    return call.logits.new_empty(call.logits.shape, dtype=call.dtype)
+    T, E = call.logits.shape
+    return call.logits.new_empty((T, 3, E), dtype=torch.bfloat16) if call.in_parts else call.logits.new_empty((T, E), dtype=call.dtype)
 
 
 def permute_indices(call: Call) -> tuple[Tensor, ...]:

@@ -267,10 +267,11 @@ def _router_backward_kernel(
     d_weights,  # (T, C) float32
     d_shares,  # (E,) float32, or None
     d_z,  # () float32, or None
-    out,  # (T, E)
+    out,  # (T, E), or (T, 3, E) with the parts
     T,
     E: tl.constexpr,
     C: tl.constexpr,
+    PARTS: tl.constexpr,  # 1 or 3
     SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALE: tl.constexpr,
@@ -311,7 +312,10 @@ def _router_backward_kernel(
         d_logit = d_score * score * (1.0 - score)
     if d_z is not None:
         d_logit += tl.load(d_z) * 2 / tokens * (most + tl.log(whole)) * softmax
-    tl.store(out + row[:, None] * E + expert, d_logit.to(out.dtype.element_ty), mask=inside)
+    for part in tl.static_range(PARTS):
+        rounded = d_logit.to(out.dtype.element_ty)
+        tl.store(out + (row[:, None] * PARTS + part) * E + expert, rounded, mask=inside)
+        d_logit -= rounded.to(tl.float32)
 
 
 def router_backward(
@@ -324,11 +328,13 @@ def router_backward(
     renormalize: bool,
     route_scale: float,
     dtype: torch.dtype,
+    in_parts: bool = False,
 ) -> torch.Tensor:
     """Gradient of the logits (T, E), from those of the chosen weights and of the losses' parts."""
     check_router_backward(logits, experts, d_weights, d_shares, score_function)
     (T, E), C = logits.shape, experts.shape[1]
-    out = torch.empty((T, E), dtype=dtype, device=logits.device)
+    shape, dtype = ((T, 3, E), torch.bfloat16) if in_parts else ((T, E), dtype)
+    out = torch.empty(shape, dtype=dtype, device=logits.device)
     if out.numel():
         columns = next_power_of_2(E)
         tokens = max(1, tiles.ROUTER_SCORES // columns)
@@ -345,6 +351,7 @@ def router_backward(
                 "T": T,
                 "E": E,
                 "C": C,
+                "PARTS": 3 if in_parts else 1,
                 "SOFTMAX": score_function == SCORE_FUNCTIONS[0],
                 "RENORMALIZE": renormalize,
                 "SCALE": route_scale,

@@ -156,6 +156,20 @@ def check_route_tokens(
         )
 
 
+def bf16_parts(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors in bf16 whose sum is `value`: three of a float32 one, each the rounding of what those before it leave; a bf16 one itself.
+
+    >>> [part.item() for part in bf16_parts(torch.tensor(1 + 2**-10 + 2**-20))]
+    [1.0, 0.0009765625, 9.5367431640625e-07]
+    """
+    if value.dtype == torch.bfloat16:
+        return (value,)
+    first = value.bfloat16()
+    rest = value - first
+    second = rest.bfloat16()
+    return first, second, (rest - second).bfloat16()
+
+
 def router_backward(
     logits: torch.Tensor,
     experts: torch.Tensor,
@@ -166,6 +180,7 @@ def router_backward(
     renormalize: bool,
     route_scale: float,
     dtype: torch.dtype,
+    in_parts: bool = False,
 ) -> torch.Tensor:
     """Gradient of the logits, from those of the chosen weights, of `mean_shares` and of `z_loss`.
 
@@ -173,10 +188,10 @@ def router_backward(
         logits: (T, E) float32, bfloat16 or float16.  experts: (T, C) signed integers, distinct in each row.
         d_weights: (T, C) float32.  d_shares: (E,) float32 or None.  d_z: () float32 or None.
         score_function, renormalize, route_scale: how weights come from logits.
-        dtype: of the result.
+        dtype: of the result.  in_parts: as `bf16_parts` of the gradient in float32 instead.
 
     Returns:
-        (T, E) `dtype`.
+        (T, E) `dtype`, or (T, 3, E) bfloat16.
 
     Raises:
         ValueError: operands that do not fit.
@@ -201,7 +216,7 @@ def router_backward(
         d_logits = d_scores * scores * (1 - scores)
     if d_z is not None:
         d_logits = d_logits + d_z * 2 / max(T, 1) * logits.logsumexp(1, keepdim=True) * softmax
-    return d_logits.to(dtype).contiguous()
+    return torch.stack(bf16_parts(d_logits), 1) if in_parts else d_logits.to(dtype).contiguous()
 
 
 def check_router_backward(

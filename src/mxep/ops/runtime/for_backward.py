@@ -34,11 +34,11 @@ class PackedView(NamedTuple):
 class Packing:
     """How the tensors of a replayed call are kept: views of one tensor of bytes, or the number of a tensor of its own, or None."""
 
-    def __init__(self, parts: Sequence[PackedView | int | None], rest: Any) -> None:
-        self.parts, self.rest = tuple(parts), rest
+    def __init__(self, parts: Sequence[PackedView | int | None]) -> None:
+        self.parts = tuple(parts)
 
 
-class ForBackward:
+class ForBackward(NamedTuple):
     """Tensors, some of them None, and the rest of what a backward reads, which has none.
 
     A replayed call (`mxep.ops.runtime.replay`) keeps its small tensors in one of bytes: one allocation, one tensor to save and one
@@ -46,29 +46,22 @@ class ForBackward:
 
     Attributes:
         kept: what autograd is to save, in the order that `again` wants.
+        rest: all that is no tensor.
         packing: None if these are the tensors themselves.
     """
 
-    __slots__ = ("_rest", "kept", "packing")
-
-    def __init__(self, kept: Sequence[Tensor | None], rest: Any = None, packing: Packing | None = None) -> None:
-        self.kept, self.packing, self._rest = tuple(kept), packing, rest
-
-    def bare(self) -> ForBackward:
-        """Without the tensors, which autograd has."""
-        return ForBackward((), self._rest, self.packing)
+    kept: Sequence[Tensor | None]
+    rest: Any = None
+    packing: Packing | None = None
 
     def again(self, kept: Sequence[Tensor | None]) -> ForBackward:
-        """With those that autograd has saved."""
-        return ForBackward(kept, self._rest, self.packing)
-
-    @property
-    def rest(self) -> Any:
-        return self._rest if self.packing is None else self.packing.rest
+        """With the tensors that autograd has saved."""
+        return ForBackward(kept, self.rest, self.packing)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
+        """As they were given."""
         if self.packing is None:
-            return self.kept
+            return tuple(self.kept)
         packed, *own = self.kept
         assert packed is not None
         parts = self.packing.parts

@@ -88,7 +88,7 @@ def _is_constant(template: Any) -> bool:
 
 def maker(template: Any) -> Callable[[list[Any]], Any]:
     """What makes a template's value of the slots' tensors: one Python expression, since a call of a function for each part costs more."""
-    known: dict[str, Any] = {"new_tuple": tuple.__new__, "MXTensor": MXTensor, "ForBackward": ForBackward}
+    known: dict[str, Any] = {"new_tuple": tuple.__new__, "MXTensor": MXTensor}
 
     def name_of(value: Any) -> str:
         name = f"known_{len(known)}"
@@ -102,7 +102,7 @@ def maker(template: Any) -> Callable[[list[Any]], Any]:
         if kind is _MXView:
             return f"MXTensor({expression(part.qdata)}, {expression(part.scale)}, {name_of(part.dtype)})"
         if kind is ForBackwardView:
-            return f"ForBackward({expression(part.tensors)}, {name_of(part.rest)}, {name_of(part.packing)})"
+            return f"new_tuple({name_of(ForBackward)}, ({expression(part.tensors)}, {name_of(part.rest)}, {name_of(part.packing)}))"
         if _is_constant(part):
             return name_of(part)
         if kind is dict:

@@ -181,7 +181,7 @@ def _packed(template: Any, slot: int, placed: dict[int, int], allocations: dict[
             else:
                 parts.append(view if view is None else len(own) - 1)
                 own += [] if view is None else [view]
-        return ForBackwardView(tuple(own), None, Packing(parts, template.rest))
+        return ForBackwardView(tuple(own), template.rest, Packing(parts))
     if isinstance(template, (tuple, list)) and slots_of(template):
         again = [_packed(part, slot, placed, allocations) for part in template]
         return type(template)(*again) if hasattr(template, "_fields") else type(template)(again)
