@@ -172,9 +172,9 @@ def test_router_backward(tokens: int, experts: int, choices: int):
         for renormalize, losses in ((True, (d_shares, None)), (False, (None, d_z)), (True, (d_shares, d_z))):
             given = logits, chosen if renormalize else chosen.short(), d_weights, *losses  # saved in fewer bits
             how = score_function, renormalize, 2.5, FLOAT32
-            got = kernels.router_backward(*given, *how)
-            route_cases.check_gradient(given, how, got, reference.router_backward(*given, *how), 2e-6)
-            route_cases.check_parts(kernels.router_backward(*given, *how, in_parts=True), got)
+            want = reference.router_backward(*given, *how)
+            route_cases.check_gradient(given, how, kernels.router_backward(*given, *how), want, 2e-6)
+            route_cases.check_parts(kernels.router_backward(*given, *how, in_parts=True), given, how, want)
 
 
 @pytest.mark.usefixtures("poison")

@@ -45,7 +45,7 @@ from mxep.moe.expert_mlp import (
     rows_gradient,
     weight_gradients,
 )
-from mxep.moe.router import logits_backward, route_tokens, router_gradients
+from mxep.moe.router import logits_backward, logits_of, route_tokens, router_gradients
 from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data
 from mxep.mx.weight_cache import CachedWeight
@@ -64,7 +64,7 @@ class SavedTensors(NamedTuple):
     """What forward makes for backward, in addition to the dispatcher's tensors; None for what nothing will read."""
 
     x: Tensor | None  # (T, D), the input itself
-    logits: Tensor | None  # (T, E)
+    logits: Tensor | None  # (T, E); computed again where x is kept
     columns: Tensor | None  # (T, C) int16, where each score was in the caller's scores; None for a router's
     rows: Tensor | None  # (R, D), the dispatched tokens: qdata or plain
     scale: Tensor | None  # (R, D/32)
@@ -217,6 +217,7 @@ class _CallOptions(NamedTuple):
     Attributes:
         fused: the options.  needs: which inputs need a gradient.  saves: whether there will be a backward.
         saves_x: whether the router's weight needs a gradient, which reads the tokens.
+        autocast: whether it is on.
         caches: of the weights' quantised forms.
     """
 
@@ -224,6 +225,7 @@ class _CallOptions(NamedTuple):
     needs: NeedsGrad
     saves: bool
     saves_x: bool
+    autocast: bool = False
     caches: Caches = (None, None)
 
 
@@ -261,7 +263,7 @@ def _forward(
     forms: WeightForms = NO_FORMS,
 ) -> _Forward:
     """All but the experts' outputs, which `_outputs` makes. `forms`: what forward reads of the weights, from caches."""
-    options, needs, saves, saves_x, caches = call
+    options, needs, saves, saves_x, autocast, caches = call
     runtime, modes = options.runtime, options.scaling_modes
     alignment, config = options.recipe.group_size_multiple_of, options.router
     logits = counts = shares = z = columns = None
@@ -295,7 +297,9 @@ def _forward(
     reads_rows = needs.reads_x or gate_up is None or _recomputes_gate_up(dispatcher, options, chunks)
     kept_rows = rows if reads_rows and not runtime.redispatch_x_in_backward else None
     kept_x = x if saves_x or (reads_rows and kept_rows is None) else None
-    kept_logits, columns = (logits, columns) if needs.scores else (None, None)
+    # Logits are computed again from tokens that are kept anyway, unless autocast has rounded them here.
+    recomputes = kept_x is not None and (config.router_dtype == "fp32" or not autocast)
+    kept_logits, columns = None if recomputes else logits, columns if needs.scores else None
     rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
     saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
     bare, of_dispatcher = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
@@ -346,8 +350,12 @@ def _backward(
     d_x = d_router = of_router = None
     d_scores = None if returned.scores is None else returned.scores()  # (T, C)
     if router is not None and d_scores is not None:
-        assert saved.logits is not None
-        d_logits = router_gradients(saved.logits, dispatcher.experts, d_scores, d_shares, d_z, config, dy.dtype)
+        logits = saved.logits
+        if logits is None:
+            assert saved.x is not None
+            with torch.autocast(dy.device.type, enabled=False):  # as in forward, whatever is on around backward
+                logits = logits_of(saved.x, router, config.router_dtype)
+        d_logits = router_gradients(logits, dispatcher.experts, d_scores, d_shares, d_z, config, dy.dtype)
         assert not call.saves_x or saved.x is not None
         tokens, d_scores = saved.x if call.saves_x else None, None
         of_router, d_router = logits_backward(d_logits, tokens, router, config.router_dtype, dy.dtype, needs.x)
@@ -415,7 +423,7 @@ class _FusedMoE(torch.autograd.Function):
         """
         *tensors, expert_bias, experts, scores, options, caches, grad_enabled, apart = rest
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
-        call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], caches)
+        call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], torch.is_autocast_enabled(x.device.type), caches)
         w1, w2, w3, b1, b2, b3, *lora = tensors
         weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
         arguments = x, router, weights, expert_bias, experts, scores

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -233,7 +233,7 @@ class CollectiveDispatcher(NamedTuple):
     expected_rows: int | None = None  # P is the number of rows received, padded
 
     def for_backward(self, reads_experts: bool) -> tuple[CollectiveDispatcher, tuple[Tensor | None, ...]]:
-        d, c, none = self.dispatch, self.combine, self.offs.new_empty(0)
+        d, c, none = self.dispatch, self.combine, cast(Tensor, None)
         row_slots = None if d.row_slots is self.expert_rows else d.row_slots  # each tensor is saved once
         tokens, row_map = (None if same is other else other for same, other in ((d.tokens, c.tokens), (d.row_map, c.row_map)))
         exchanges = d.tokens, d.sent_slots, d.row_map, row_slots, tokens, row_map

@@ -9,7 +9,7 @@ forward   route (moe/router.py); quantise each token 1x32 once and send it once 
 backward  quantise the output's gradient once per token and send it the same way; dgrad and wgrad of the down GEMM read these bytes; dgrad
           of gate and up is summed and sent back like the outputs; the router's part is the last term of that sum
 saves     the dispatched tokens as they were received, and gate and up (either can be recomputed instead, `RuntimeEPConfig`); top-k choices
-          and scores; for a router its logits, and the tokens if its weight learns.  Tokens in the experts' order are never stored.
+          and scores; for a router the tokens, of which its logits are computed again.  Tokens in the experts' order are never stored.
           `saved_bytes` counts
 transports  torch.distributed, or symmetric memory for groups that have it (`mxep.set_transport`): the same bits
 host syncs  over torch.distributed one in forward on more than one rank, for the splits of its exchanges; none in backward.  Over symmetric
@@ -341,8 +341,8 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
     Returns:
         "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (as
         received), "first product" (gate and up, with scales where they are in MX), "weights for dgrad" (one byte a weight, see
-        `RuntimeEPConfig.keep_dgrad_weights`; a cache of quantised weights has the same tensors), "routing" (choices, maps, scores,
-        a router's logits).
+        `RuntimeEPConfig.keep_dgrad_weights`; a cache of quantised weights has the same tensors), "routing" (choices, maps, scores; logits
+        where the input is not saved).
 
     Raises:
         ValueError: no fused layer made this tensor, or nothing is kept, as after its backward.

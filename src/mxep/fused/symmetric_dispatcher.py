@@ -322,7 +322,7 @@ class SymmetricDispatcher(NamedTuple):
         The number of expert rows is saved as the size of an empty tensor.  Under activation checkpointing the tensors that the second
         forward saves are used with the dispatcher of the first, and with `sync_row_count` their numbers of expert rows may differ.
         """
-        none = self.offs.new_empty(0)
+        none = cast(Tensor, None)
         dispatch, combine = (
             exchange._replace(sent=SymmetricSendIndex(none, None, none), row_map=none, row_slots=none)
             for exchange in (self.dispatch, self.combine)

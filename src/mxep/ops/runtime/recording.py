@@ -335,6 +335,7 @@ class CallRecorder(TorchDispatchMode):
         if isinstance(value, Tensor):
             return self.view(value, is_result)
         if kind is ForBackward:
+            assert not _has_tensors(value.rest)
             return ForBackwardView(tuple([self.template(part, is_result) for part in value.tensors()]), self.template(value.rest))
         if isinstance(value, (tuple, list)):
             parts = [self.template(part, is_result) for part in value]
