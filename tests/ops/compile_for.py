@@ -117,7 +117,7 @@ def _launch_all() -> None:
     offs = torch.zeros(8, dtype=torch.int32)
     experts = torch.zeros(300, 6, dtype=torch.int64)
     for how in ((torch.zeros(24), torch.zeros(()), "softmax", True, 1.0, BF16), (None, None, "sigmoid", False, 1.0, FLOAT32)):
-        kernels.router_backward(torch.zeros(300, 24), experts, torch.zeros(300, 6), *how)
+        kernels.router_backward(torch.zeros(300, 24), experts, torch.zeros(300, 6), *how, in_parts=how[-1] == FLOAT32)
     for logits, losses in ((torch.zeros(300, 24), True), (torch.zeros(300, 24, dtype=BF16), False)):
         for choice in (("softmax", 1, 1, False), ("sigmoid", 4, 2, False), ("softmax", 1, 1, True)):
             kernels.route_tokens(logits, torch.zeros(24) if losses else None, 6, *choice, True, 2.5, losses, losses)

@@ -53,6 +53,7 @@ FILES = (  # those with the longest tests first
 LEFT_OUT = "not graph and not gib and not billion and not host_sync and not (functions_forms and dtype1 and not plain)"
 SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)
 MOST = 12  # tests of one run under the tool, which makes them many times as slow
+_MOST_PRINTED = 6000  # characters of what a run printed
 _ERROR_STATUS = 86  # of compute-sanitizer, which pytest does not have
 _OF_TORCH = "kns=at6native"  # in the mangled names of torch's kernels, namespace at::native
 
@@ -135,14 +136,15 @@ class TimeLimit:
             return max(self._end - now, 0.0)
 
 
-def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeLimit, gpu: str) -> tuple[Found, str]:
-    """Some tests under the tool on one GPU: their results, and everything that was printed."""
+def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeLimit, gpu: str) -> Found:
+    """Results of some tests under the tool on one GPU; prints them, and the end of what the tool found at once."""
     start, left_s, which = time.monotonic(), limit.left_s(), f"{tests[0]} and {len(tests) - 1} more"
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu}
     command = [*sanitizer, "--kernel-name-exclude", _OF_TORCH, sys.executable, "-m", "pytest", *SELECTED, *more, *tests]
     if not left_s:
-        return Found(0, 0, None), f"not begun within {limit.limit_s:g} s: {which}"
+        print(f"not begun within {limit.limit_s:g} s: {which}", flush=True)
+        return Found(0, 0, None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -150,10 +152,11 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeL
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # pytest under the tool too, which holds the GPU and the pipe
             printed, _ = process.communicate()
-            return Found(0, 0, None), f"not done within {limit.limit_s:g} s: {which}\n{printed}"
+            print(f"not done within {limit.limit_s:g} s: {which}\n{printed[-_MOST_PRINTED:]}", flush=True)
+            return Found(0, 0, None)
     found = read_output(printed)
-    print(f"{time.monotonic() - start:4.0f} s  {found}  {which}", flush=True)
-    return found, printed
+    print(f"{time.monotonic() - start:4.0f} s  {found}  {which}" + ("" if found.clean else f"\n{printed[-_MOST_PRINTED:]}"), flush=True)
+    return found
 
 
 def files_of(tool: str, device: str) -> dict[str, Any]:
@@ -193,12 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             limit = TimeLimit(given.limit)
             runs[name] = [pool.submit(run_tests, tests, given.tool, more, limit, next(turns)) for tests in parts[name]]
         for name, of_file in runs.items():
-            results = [run.result() for run in of_file]
-            found[name] = result = together([result for result, _ in results])
+            found[name] = result = together([run.result() for run in of_file])
             print(f"{name}: {result.passed} passed, {result.failed} failed, {result.errors} errors of {given.tool}", flush=True)
-            for part, text in results:
-                if not part.clean:
-                    print(text[-4000:], flush=True)
             if given.record:
                 print("wrote", keep(given.tool, device, found, command), flush=True)
     return 0 if all(result.clean for result in found.values()) else 1
