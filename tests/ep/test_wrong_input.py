@@ -11,6 +11,8 @@ from tests.truth import raises_naming
 import mxep
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
+from mxep.grouped_mm import expert_mm
+from mxep.parallel import MXLinear
 
 ROWS, D = 64, 64
 COUNTS, OFFS = torch.tensor([32, 32]), torch.tensor([32, 64], dtype=torch.int32)
@@ -98,6 +100,13 @@ def test_arguments_that_are_no_tensor() -> None:
         "weight": lambda: mxep.ep_grouped_mm(rows(), [1.0], [ROWS], [ROWS], COUNTS, ""),
         "data": lambda: mxep.quantize_mx([1.0]),
         "hidden": lambda: mxep.linear_cross_entropy([1.0], w2[0], chosen),
+        "MoE: x": lambda: mxep.MoE(mxep.MoEConfig(D, 32, 2, 1))([1.0]),
+        "FusedMoE: x": lambda: mxep.FusedMoE(mxep.MoEConfig(D, 32, 2, 1))([1.0]),
+        "MXLinear: input": lambda: MXLinear(torch.nn.Linear(D, 32), mxep.Recipe.named("mxfp8_gemm"))([1.0]),
+        "grouped_mm: w": lambda: expert_mm(rows(), [1.0], OFFS, mxep.Recipe.named("hp")),
+        "lora b2": lambda: mxep.fused_experts(
+            rows(), chosen, chosen.float(), w1, None, w2, None, num_experts=2, group="", lora=mxep.moe.ExpertLora(None, None, w2, [1.0])
+        ),
     }.items():
         with raises_naming(f"{name} is list, want a torch.Tensor"):
             call()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.checks import check_mode
+from mxep.checks import check_mode, check_tensors
 from mxep.device import is_capturing
 from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, multiply
 from mxep.grouped_mm.products import GemmOptions, adds_lora, gemm_options
@@ -213,6 +213,8 @@ def dense_mm(
     Raises:
         ValueError: shapes, dtypes or a path that do not fit.
     """
+    if not isinstance(x, Tensor):
+        check_tensors(_WHERE, input=x)
     if isinstance(x, MXWeight) and x.transposed:
         x = x.dequantize()
     in_mx = isinstance(x, MXTensor)

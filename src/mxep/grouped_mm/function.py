@@ -377,6 +377,7 @@ def expert_mm(
         >>> mxep.grouped_mm.expert_mm(x, weight, offs, mxep.Recipe.named("mxfp8_gemm")).shape
         torch.Size([64, 96])
     """
+    check_tensors(_WHERE, x=x, w=w)
     if recipe.gemm == "hp":
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
             raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mxep import reference
+from mxep.checks import check_tensors
 from mxep.grouped_mm.bias import bias_grad
 from mxep.grouped_mm.products import (
     Forms,
@@ -501,6 +502,7 @@ def check_lora(where: str, x: Tensor, weights: ExpertWeights) -> None:
     for side, (a, b), (N, K) in (("1", weights.lora[:2], (first, D)), ("2", weights.lora[2:], (D, weights.w2.shape[-1]))):
         if a is None and b is None:
             continue
+        check_tensors(where, None, **{f"lora {name}{side}": f for name, f in (("a", a), ("b", b)) if f is not None})
         R = 0 if a is None else a.shape[1]
         shapes = (L, R, K), (L, N, R)
         found = [None if f is None else (tuple(f.shape), f.dtype, f.device) for f in (a, b)]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mxep.checks import check_tensors
 from mxep.ep.blocks import combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
@@ -101,7 +102,9 @@ class MoE(nn.Module):
         return y, routing.counts, routing.shares, routing.z
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """x (..., D) -> (T, D). Raises ValueError for another width."""
+        """x (..., D) -> (T, D). Raises ValueError for another width, and for what is no tensor."""
+        if not isinstance(x, Tensor):
+            check_tensors(type(self).__name__, x=x)
         if x.dim() == 0 or x.shape[-1] != self.config.dim:
             raise ValueError(f"{type(self).__name__}: x is {tuple(x.shape)}, want (..., {self.config.dim}), MoEConfig.dim; change either")
         return x.reshape(-1, self.config.dim)

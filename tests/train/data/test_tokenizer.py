@@ -105,6 +105,26 @@ def test_long_documents_are_encoded_in_pieces(bpe: Path, monkeypatch: pytest.Mon
     assert max(seen) < 2 * 32
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eos_token": "<end>"},
+        {"pad_token": {"content": "<end>"}, "unk_token": None, "add_bos_token": True},
+        {"additional_special_tokens": ["<end>", {"content": "<none>"}]},
+        {"added_tokens_decoder": {"1": {"content": "<end>", "special": True}, "0": {"content": "<start>", "special": False}}},
+    ],
+)
+def test_special_tokens_that_another_file_names_are_not_decoded(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_bpe(tmp_path / "bpe", 512, ("<start>", "<end>", "<|endoftext|>"), **settings)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())
+    for token in vocabulary["added_tokens"]:
+        token["special"] = token["content"] == "<|endoftext|>"
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    tokenizer = load_tokenizer(folder)
+    start, end = (tokenizer.vocabulary()[name] for name in ("<start>", "<end>"))
+    assert tokenizer.decode([start, *tokenizer.encode(b"import os"), end]) == "<start>import os"
+
+
 def test_names_of_special_tokens_are_text(bpe: Path) -> None:
     tokenizer = FileTokenizer(bpe)
     ids = tokenizer.encode_all([b"what <end> and <start> are"])[0].tolist()

@@ -139,6 +139,7 @@ class FileTokenizer:
             raise ValueError(f"tokenizer: {self.file}: model.vocab is empty, want tokens")
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
         self._settings = {path: _read_json(path) for path in map(self.file.with_name, SETTINGS_FILES)}
+        self._special = self._special_in_settings()
         self.eos = self.special_token("eos_token")
         self.bos = self.special_token("bos_token")
         if self.eos is None and self.bos is None:
@@ -176,8 +177,8 @@ class FileTokenizer:
         return np.concatenate([np.array([], dtype=self.dtype), *self._encode(_pieces(document))])
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Ids -> text, without special tokens."""
-        return str(self._tokenizer.decode([int(token) for token in tokens]))
+        """Ids -> text, without the special tokens of all files."""
+        return str(self._tokenizer.decode([int(token) for token in tokens if int(token) not in self._special]))
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each document with its BOS and EOS, if the tokenizer has them; uint16 or uint32 (tokens,)."""
@@ -209,6 +210,19 @@ class FileTokenizer:
         if token is None:
             raise ValueError(f"tokenizer: {self.file} has no token {text[:200]!r}, which {path} calls its {kind}")
         return token
+
+    def _special_in_settings(self) -> set[int]:
+        """Ids of the tokens that the files next to this one call special, whatever else these files have wrong."""
+        names: list[Any] = []
+        for found in self._settings.values():
+            names += [value for key, value in found.items() if key.endswith("_token")]
+            more, added = found.get("additional_special_tokens"), found.get("added_tokens_decoder")
+            names += more if isinstance(more, list) else []
+            described = added.values() if isinstance(added, dict) else []
+            names += [token for token in described if isinstance(token, dict) and token.get("special") is True]
+        texts = [name.get("content") if isinstance(name, dict) else name for name in names]
+        ids = {self._tokenizer.token_to_id(text) for text in texts if isinstance(text, str)}
+        return {token for token in ids if token is not None}
 
     def text_of(self, token: int) -> str:
         """The vocabulary's text of a token."""
