@@ -12,6 +12,7 @@ import mxep
 from mxep.fused.autograd import is_fused
 from mxep.mx.weight_cache import WeightCache
 from mxep.ops.runtime import replay
+from mxep.ops.runtime.for_backward import Packing
 from mxep.parallel import MXLinear
 from mxep.recipe import RECIPES
 
@@ -51,8 +52,8 @@ def graphs() -> int:
     return sum(graph is not None for run in runs for graph in run._graphs.values())
 
 
-def check(run: Run, monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
-    """Every call has the bits of a plain one, and at least so many sequences were replayed."""
+def check(run: Run, monkeypatch: pytest.MonkeyPatch, sequences: int, packs: bool = False) -> None:
+    """Every call has the bits of a plain one, and at least so many sequences were replayed; with `packs` one of them for packed tensors."""
     made = []
     for number in range(CALLS):
         poison()
@@ -60,6 +61,10 @@ def check(run: Run, monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
     problems = [call.problem for call in replay._calls.values()]
     assert len(replayed_sequences()) >= sequences, problems
     assert graphs() or not sequences
+    # What a replayed forward leaves to backward is packed, so that backward is recorded once more.
+    packed = [call for key, call in replay._calls.items() if any(type(fact) is tuple and type(fact[-1]) is Packing for fact in key[-1])]
+    assert all(call.sequence is not None for call in packed), problems
+    assert packed or not packs
     with monkeypatch.context() as patch:
         patch.setattr(replay, "_runs_on", lambda device: False)
         for number, got in enumerate(made):
@@ -151,11 +156,11 @@ def experts_run(name: str, gated: bool = True, dtype: torch.dtype = torch.bfloat
 
 @pytest.mark.parametrize("name", NAMES)
 def test_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(experts_run(name), monkeypatch, 2)
+    check(experts_run(name), monkeypatch, 3, packs=True)
 
 
 def test_experts_without_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(experts_run("mxfp8_wgrad_with_mx", gated=False), monkeypatch, 2)
+    check(experts_run("mxfp8_wgrad_with_mx", gated=False), monkeypatch, 3, packs=True)
 
 
 def test_experts_with_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +168,7 @@ def test_experts_with_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_in_one_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(experts_run("mxfp8_wgrad_with_mx", one_storage=True), monkeypatch, 2)
+    check(experts_run("mxfp8_wgrad_with_mx", one_storage=True), monkeypatch, 3, packs=True)
 
 
 RUNTIMES = {
@@ -203,7 +208,7 @@ def test_options_biases_and_an_adapter(runtime: str, name: str, monkeypatch: pyt
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, [x, *learn], values(400 + number, TOKENS, D))]
 
-    check(run, monkeypatch, 0 if runtime == "chunks" else 2)
+    check(run, monkeypatch, 0 if runtime == "chunks" else 3, packs=runtime != "chunks")
 
 
 def test_frozen_weights_in_mx_and_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +283,7 @@ def test_layer(name: str, kept: bool, recomputes: bool, monkeypatch: pytest.Monk
         out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
         return [out.detach(), *torch.autograd.grad(out, [x, *parameters], values(600 + number, TOKENS, D))]
 
-    check(run, monkeypatch, 3 if recomputes else 2)
+    check(run, monkeypatch, 3, packs=not recomputes)
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -20,7 +20,7 @@ from mxep.ops.routing.router_reference import bf16_parts
 def test_gradients_of_the_float32_product(dtype: torch.dtype, in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near to float64 as the dtype of each result allows, and no copy of the tokens in float32 is kept for them."""
     if in_parts:  # as on a GPU, whose product of bf16 operands with a float32 result a CPU has not
-        monkeypatch.setattr(router, "_in_parts", lambda tensor, dtype: dtype == torch.bfloat16)
+        monkeypatch.setattr(router, "runs_in_parts", lambda tensor, dtype: dtype == torch.bfloat16)
         monkeypatch.setattr(router, "_mm_float32", lambda a, b: a.float() @ b.float())
     generator = torch.Generator().manual_seed(1)
     tokens, weight = torch.randn(300, 32, generator=generator).bfloat16(), torch.randn(8, 32, generator=generator)
@@ -49,7 +49,7 @@ def test_a_fused_layer_has_the_same_gradients_in_parts(dtype: torch.dtype, monke
     x, found = torch.randn(70, 32).bfloat16(), []
     for in_parts in (False, True):
         if in_parts:
-            monkeypatch.setattr(router, "_in_parts", lambda tensor, dtype: dtype == torch.bfloat16)
+            monkeypatch.setattr(router, "runs_in_parts", lambda tensor, dtype: dtype == torch.bfloat16)
             monkeypatch.setattr(router, "_mm_float32", lambda a, b: a.float() @ b.float())
         leaf = x.clone().requires_grad_()
         loss = layer(leaf).float().square().sum() + layer.router_loss

@@ -70,7 +70,8 @@ class Graph:
 
 def fill(device: torch.device, address: int, value: int, nbytes: int, stream: int) -> None:
     if captured is not None:
-        raise AssertionError("a memory of zeros in a graph is not needed by these tests")
+        captured.append((0, address, nbytes // 4))
+        return
     ctypes.memset(address, value, nbytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,42 @@ def test_a_replayed_pair() -> None:
     assert entered.count("forward") == 6
     assert entered.count("backward") == 2 * 6
     assert [call.sequence is not None for call in replay._calls.values()] == [True] * 3
+
+
+def test_two_of_one_call_and_of_two() -> None:
+    """Which tensors share memory is a fact of a call."""
+
+    def twice(options: str, x: Tensor, first: ForBackward, second: ForBackward) -> tuple[Tensor, Tensor]:
+        (one, *_), (two, *_) = first.tensors(), second.tensors()
+        return doubled(one), doubled(two)  # type: ignore[arg-type]
+
+    before = None
+    for number in range(2 * CALLS):
+        x = torch.full((N,), float(number))
+        _, saved = replayed(forward, "options", x, x + 1)
+        other, factor = (saved, 0) if number < 2 * CALLS - 1 or before is None else (before, 1)
+        first, second = replayed(twice, "options", x, saved, other)
+        assert torch.equal(first, 4 * x)
+        assert torch.equal(second, 4 * (x - factor))
+        before = saved
+
+
+def test_zeros_other_dtypes_and_a_dict_of_results() -> None:
+    def make(options: str, x: Tensor) -> dict[str, Any]:
+        zeros = x.new_zeros(2 * N)
+        DOUBLE.launch(0, 1, x, zeros[N:], N)
+        return {"out": doubled(x), "saved": [ForBackward((zeros, zeros[N:].view(torch.int16)[1::2])), ForBackward((doubled(x),))]}
+
+    for number in range(2 * CALLS):
+        x = torch.full((N,), 1.0 + number)
+        made = replayed(make, "options", x)
+        (zeros, words), (other,) = (saved.tensors() for saved in made["saved"])
+        assert torch.equal(made["out"], 2 * x)
+        assert torch.equal(zeros, torch.cat([torch.zeros(N), 2 * x]))
+        assert torch.equal(words, (2 * x).view(torch.int16)[1::2])
+        assert torch.equal(other, 2 * x)
+    assert [len(saved.kept) for saved in made["saved"]] == [1, 1]
+    assert made["saved"][0].packing is not None
 
 
 def test_large_tensors_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,22 @@ def test_tensors_in_one_storage() -> None:
     assert torch.equal(replayed(function, "options", both[:4], both[:4]), 4 * both[:4])
 
 
+@pytest.mark.parametrize("offset", [0, 4])
+def test_operators_on_views_of_arguments_inside_of_a_storage(offset: int) -> None:
+    """As of a router's weight in one storage with others. Another offset of the same alignment is the same call."""
+
+    def make(number: int) -> tuple[Tensor, Tensor]:
+        flat = torch.arange(64.0) + number
+        start = offset * (1 + number % 2)
+        return torch.ones(3, 8), flat[start : start + 32].view(4, 8)
+
+    check(lambda options, x, w: torch.mm(x, w.t()), make, lambda x, w: x @ w.t())
+
+
+def test_a_launch_without_memory() -> None:
+    check(lambda options, x: (DOUBLE.launch(0, 1, None, None, 0), x + 1)[1], lambda i: (torch.full((4,), float(i)),), lambda x: x + 1)
+
+
 def test_one_tensor_twice() -> None:
     def make(number: int) -> tuple[Tensor, Tensor]:
         x = torch.full((4,), float(number))

@@ -38,8 +38,9 @@ from mxep.fused.runtime_config import RuntimeEPConfig
 from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
-from mxep.moe.router import logits_backward, logits_of
+from mxep.moe.router import logits_backward, logits_of, runs_in_parts
 from mxep.mx.weight_cache import WeightCache
+from mxep.ops.routing.router_reference import bf16_parts
 
 _SEED = 7
 _HOST_BATCH = 4  # calls whose launches fit into the device's queue
@@ -223,9 +224,11 @@ class LayerProblem:
         """The router's GEMM and its gradients."""
         tokens, gate = self.tokens[""], self.gate.detach()
         logits = logits_of(tokens, gate, router_dtype)
+        in_parts = router_dtype == "fp32" and runs_in_parts(logits, tokens.dtype)
+        d_logits = torch.stack(bf16_parts(logits), 1) if in_parts else logits  # as `router_gradients` returns it
         return {
             "forward": lambda: logits_of(tokens, gate, router_dtype),
-            "backward": lambda: logits_backward(logits, tokens, gate, router_dtype, tokens.dtype, True),
+            "backward": lambda: logits_backward(d_logits, tokens, gate, router_dtype, tokens.dtype, True),
         }
 
     def float32_gemm(self) -> Arm:

@@ -71,15 +71,15 @@ class SavedTensors(NamedTuple):
     gate_up: Tensor | None  # (P, 2H) or (P, H), qdata or plain
     gate_up_scale: Tensor | None  # (P, 2H/32) or (P, H/32)
     xa: Tensor | None  # (P, r), with gate_up where there is an adapter of its weight
-    gate_up_weight: Tensor | None  # (L, D, 2H) as dgrad reads it, one byte a value; not where a cache has it
+    gate_up_weight: Tensor | None  # (L, D, 2H) as dgrad reads it, one byte a value; forms from caches may be saved apart
     gate_up_weight_scale: Tensor | None  # (L, D)
     down_weight: Tensor | None  # (L, H, D)
     down_weight_scale: Tensor | None  # (L, H)
 
-    @staticmethod
-    def dgrad_made(saved: ForBackward) -> tuple[bool, bool]:
-        """Whether forward has made what dgrad reads of the weights of gate and up, and of down."""
-        return saved.has(SavedTensors._fields.index("gate_up_weight")), saved.has(SavedTensors._fields.index("down_weight"))
+
+_NUM_SAVED = len(SavedTensors._fields)
+_GATE_UP_FORM, _DOWN_FORM = -4, -2  # which of them are what dgrad reads of the weights
+_NUM_FORMS = 4  # tensors of both forms
 
 
 def _as_rows(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -303,7 +303,7 @@ def _forward(
     rows_and_gate_up = saved_tensors(kept_rows, gate_up)  # two each
     saved = SavedTensors(kept_x, kept_logits, columns, *rows_and_gate_up, xa, *gate_up_form, *down_form)  # type: ignore[call-arg]
     bare, of_dispatcher = dispatcher.for_backward(reads_experts=router is not None and needs.scores)
-    return made._replace(saved=ForBackward((*saved, *of_dispatcher), bare))
+    return made._replace(saved=ForBackward((*of_dispatcher, *saved), bare))
 
 
 def _outputs(call: _CallOptions, left: _Dispatched) -> Tensor:
@@ -342,8 +342,7 @@ def _backward(
     """
     options, needs, config = call.fused, call.needs, call.fused.router
     tensors, bare = kept.tensors(), kept.rest
-    split = len(SavedTensors._fields)
-    saved, dispatcher = SavedTensors(*tensors[:split]), bare.refilled(tensors[split:])
+    saved, dispatcher = SavedTensors(*tensors[-_NUM_SAVED:]), bare.refilled(tensors[:-_NUM_SAVED])
     grad = dispatcher.combine.to_experts(dy, options.scaling_modes.combine_backward)  # (R, D)
     chunks = ExpertChunks.of(dispatcher, options.runtime, options.recipe.group_size_multiple_of, bounds)
     returned, d_weights = _backward_over_chunks(grad, saved, weights, dispatcher, chunks, options, call.caches, needs, forms, forward)
@@ -446,8 +445,9 @@ class _FusedMoE(torch.autograd.Function):
         _, counts, shares, z, left, saved = made
         if saved is not None:
             of_chunks = (None, None) if bounds is None else (bounds.on_device, bounds.on_host)
-            of_caches = (*dgrad[0], *dgrad[1]) if options.runtime.keep_dgrad_weights else (None,) * 4
-            ctx.save_for_backward(router, *tensors, *of_caches, *of_chunks, *saved.kept)
+            # Right after those that forward makes, of which a checkpoint's second forward may make more or fewer.
+            of_caches = (*dgrad[0], *dgrad[1]) if options.runtime.keep_dgrad_weights else (None,) * _NUM_FORMS
+            ctx.save_for_backward(router, *tensors, *of_chunks, *saved.kept, *of_caches)
             ctx.call, ctx.caches, ctx.saved, ctx.output = call, caches, ForBackward((), *saved[1:]), (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
@@ -458,19 +458,18 @@ class _FusedMoE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        call, (router, *tensors) = ctx.call, ctx.saved_tensors
-        gate_up, gate_up_scale, down, down_scale, on_device, on_host, *kept = tensors[_NUM_WEIGHTS:]
-        call = call._replace(needs=_needs_grad(ctx, router is not None), saves_x=ctx.needs_input_grad[1])
+        router, tensors, (on_device, on_host), kept, of_caches = _split_saved(ctx.saved_tensors)
+        call = ctx.call._replace(needs=_needs_grad(ctx, router is not None), saves_x=ctx.needs_input_grad[1])
         shape, dtype, device = ctx.output
         dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
-        weights, needs, saved = ExpertWeights.of(tensors[:_NUM_WEIGHTS]), call.needs, ctx.saved.again(kept)
+        weights, needs, saved = ExpertWeights.of(tensors), call.needs, ctx.saved.again(kept)
         arguments = dy, grads[2], grads[3], saved, router, weights
         if _replays(call.fused, device):
-            of_gate_up, of_down = (gate_up, gate_up_scale), (down, down_scale)
-            made_gate_up, made_down = SavedTensors.dgrad_made(saved)
-            looks_up = needs.x and not made_gate_up and gate_up is None, needs.activation and not made_down and down is None
-            found, _ = _cached_forms(call, ctx.caches, weights, "dgrad" * looks_up[0], "dgrad" * looks_up[1])
-            forms = found[0] if looks_up[0] else of_gate_up, found[1] if looks_up[1] else of_down
+            gate_up, down = of_caches[:2], of_caches[2:]
+            asks_gate_up = needs.x and not saved.has(_GATE_UP_FORM) and gate_up[0] is None
+            asks_down = needs.activation and not saved.has(_DOWN_FORM) and down[0] is None
+            found, _ = _cached_forms(call, ctx.caches, weights, "dgrad" * asks_gate_up, "dgrad" * asks_down)
+            forms = found[0] if asks_gate_up else gate_up, found[1] if asks_down else down
             again = needs.activation and not call.fused.runtime.keep_first_product
             forward, _ = _cached_forms(call, ctx.caches, weights, "forward" * again, "")
             made = replayed(_backward, call, *arguments, forms, forward)
@@ -478,6 +477,15 @@ class _FusedMoE(torch.autograd.Function):
             made = _backward(call, *arguments, NO_FORMS, NO_FORMS, None if on_host is None else ChunkBounds(on_device, on_host))
         d_x, d_router, d_weights, d_scores = made
         return d_x, d_router, *d_weights, None, None, d_scores, None, None, None, None
+
+
+def _split_saved(saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `_FusedMoE` saves: the router's weight, the experts' weights, bounds of chunks, what `ForBackward.again` wants, and the weights'
+    forms from caches.
+    """
+    router, *rest = saved
+    split = _NUM_WEIGHTS + 2
+    return router, rest[:_NUM_WEIGHTS], rest[_NUM_WEIGHTS:split], rest[split:-_NUM_FORMS], tuple(rest[-_NUM_FORMS:])
 
 
 class _Outputs(torch.autograd.Function):
@@ -540,8 +548,8 @@ def saved_memory(node: Any) -> dict[str, Memory | None]:
     """Memory that a node of this function keeps, but for the weights, by names of `SavedTensors`; "dispatcher 0" and on are those of the
     dispatcher, "cache 0" and on the weights' forms from caches.
     """
-    saved, names = node.saved_tensors, SavedTensors._fields
-    memory = node.saved.again(saved[7 + _NUM_WEIGHTS :]).memory()
-    found = dict(zip(names, memory, strict=False))
-    found |= {f"dispatcher {i}": part for i, part in enumerate(memory[len(names) :])}
-    return found | {f"cache {i}": memory_of(part) for i, part in enumerate(saved[1 + _NUM_WEIGHTS : 5 + _NUM_WEIGHTS])}
+    *_, kept, of_caches = _split_saved(node.saved_tensors)
+    memory = node.saved.again(kept).memory()
+    found = dict(zip(SavedTensors._fields, memory[-_NUM_SAVED:], strict=True))
+    found |= {f"dispatcher {i}": part for i, part in enumerate(memory[:-_NUM_SAVED])}
+    return found | {f"cache {i}": memory_of(part) for i, part in enumerate(of_caches)}

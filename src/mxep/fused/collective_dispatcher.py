@@ -214,7 +214,7 @@ class CollectiveDispatcher(NamedTuple):
         dispatch, combine: the exchanges.  offs: (L,) int32 END offsets of the experts.
         scores: (P,) float32, the score of each expert row, 0 in padding.
         expert_rows: (R, C) int32, of the top-k ids in rows of rank_dedup, -1 for an expert of another rank.
-        experts: (T, C), the top-k experts of this rank's tokens: int64, in backward `saved_dtype`, or empty where nothing reads them.
+        experts: (T, C), the top-k experts of this rank's tokens: int64, in backward `saved_dtype`, or None where nothing reads them.
         slots: (T, C) int32, the row of rank_dedup of each of them; None on one rank.
         splits: rows of rank_dedup to and from each rank.  tokens: of all ranks.
         saved_dtype: in which `experts` is saved for backward; None without a backward.

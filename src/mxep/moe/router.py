@@ -75,7 +75,7 @@ def logits_of(tokens: Tensor, weight: Tensor, router_dtype: RouterDtype) -> Tens
     if router_dtype == "bf16":
         return F.linear(tokens, weight.to(tokens.dtype))
     with without_autocast(tokens):
-        if _in_parts(tokens, tokens.dtype):
+        if runs_in_parts(tokens, tokens.dtype):
             if weight.dtype == torch.bfloat16:
                 return _mm_float32(tokens, weight.t())
             parts = bf16_parts(weight)
@@ -92,7 +92,7 @@ def logits_backward(
     are the `bf16_parts` of float32 ones, as `router_gradients` may return them.
     """
     with without_autocast(d_logits):
-        if d_logits.dim() == 3 or (router_dtype == "fp32" and _in_parts(d_logits, dtype)):
+        if d_logits.dim() == 3 or (router_dtype == "fp32" and runs_in_parts(d_logits, dtype)):
             in_parts = d_logits if d_logits.dim() == 3 else torch.stack(bf16_parts(d_logits), 1)
             return _backward_in_parts(in_parts, tokens, weight, needs_tokens)
         made_in = dtype if router_dtype == "bf16" else torch.float32
@@ -115,7 +115,7 @@ def _backward_in_parts(d_logits: Tensor, tokens: Tensor | None, weight: Tensor, 
     return d_tokens, d_weight
 
 
-def _in_parts(tensor: Tensor, dtype: torch.dtype) -> bool:
+def runs_in_parts(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether the float32 product of tokens of `dtype` is made of bf16 parts where `tensor` is, if there are any."""
     return tensor.is_cuda and dtype == torch.bfloat16 and tensor.numel() > 0
 
@@ -171,12 +171,12 @@ def route_tokens(tokens: Tensor, weight: Tensor, expert_bias: Tensor | None, con
 def router_gradients(
     logits: Tensor, experts: Tensor, d_scores: Tensor, d_shares: Tensor | None, d_z: Tensor | None, config: MoEConfig, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient of the logits (T, E), as `logits_backward` reads it for tokens of `dtype`, for the experts (T, C) that were chosen; None for
-    what has no gradient.
+    """Gradient of the logits, (T, E) or (T, 3, E) as `logits_backward` reads it for tokens of `dtype`, for the experts (T, C) that were
+    chosen; None for what has no gradient.
     """
     losses, fp32 = (d_shares if config.balance_loss else None, d_z if config.z_loss else None), config.router_dtype == "fp32"
     how = config.score_function, config.renormalize, config.route_scale, torch.float32 if fp32 else dtype
-    return torch.ops.mxep.router_backward(logits, experts, d_scores, *losses, *how, fp32 and _in_parts(logits, dtype))
+    return torch.ops.mxep.router_backward(logits, experts, d_scores, *losses, *how, fp32 and runs_in_parts(logits, dtype))
 
 
 @in_graph

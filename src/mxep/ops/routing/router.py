@@ -330,7 +330,7 @@ def router_backward(
     dtype: torch.dtype,
     in_parts: bool = False,
 ) -> torch.Tensor:
-    """Gradient of the logits (T, E), from those of the chosen weights and of the losses' parts."""
+    """Gradient of the logits, (T, E) or in parts (T, 3, E), from those of the chosen weights and of the losses' parts."""
     check_router_backward(logits, experts, d_weights, d_shares, score_function)
     (T, E), C = logits.shape, experts.shape[1]
     shape, dtype = ((T, 3, E), torch.bfloat16) if in_parts else ((T, E), dtype)

@@ -32,7 +32,10 @@ class PackedView(NamedTuple):
 
 
 class Packing:
-    """How the tensors of a replayed call are kept: views of one tensor of bytes, or the number of a tensor of its own, or None."""
+    """How the tensors of a replayed call are kept: views of one tensor of bytes, or the number of a tensor of its own, or None.
+
+    In the key of a replayed backward the object itself stands for all of that and for `ForBackward.rest`; it has no other equality.
+    """
 
     def __init__(self, parts: Sequence[PackedView | int | None]) -> None:
         self.parts = tuple(parts)
@@ -45,8 +48,8 @@ class ForBackward(NamedTuple):
     address for the replayed backward.
 
     Attributes:
-        kept: what autograd is to save, in the order that `again` wants.
-        rest: all that is no tensor.
+        kept: what autograd is to save, in the order that `again` wants: plain tensors.
+        rest: all that is no tensor; it is not replaced.
         packing: None if these are the tensors themselves.
     """
 

@@ -35,7 +35,7 @@ class NotReplayableError(Exception):
 
 
 class View:
-    """A tensor that a call makes: a slot's own one, or a view of it with dtype, shape, strides and offset."""
+    """A tensor that a call makes: a slot's own one, or a view of it with dtype, shape, strides and values from the slot's first one on."""
 
     def __init__(self, slot: int, *layout: Any) -> None:
         self.slot, self.layout = slot, layout
@@ -49,11 +49,12 @@ class View:
         base: Tensor = held[self.slot]
         if not self.layout:
             return base
-        dtype, *layout = self.layout
+        dtype, shape, strides, offset = self.layout
         if base.dtype.itemsize != dtype.itemsize:  # as bytes, whole values of them
             flat = base.view(-1).view(torch.uint8)
             base = flat[: flat.numel() // dtype.itemsize * dtype.itemsize]
-        return (base if base.dtype == dtype else base.view(dtype)).as_strided(*layout)
+        base = base if base.dtype == dtype else base.view(dtype)
+        return base.as_strided(shape, strides, base.storage_offset() + offset)
 
 
 class _MXView(NamedTuple):
@@ -276,9 +277,9 @@ class CallRecorder(TorchDispatchMode):
                 return View(number)
         for number in of_storage:
             base = self.slots[number].tensor
-            same_size = tensor.element_size() == base.element_size()
-            if (same_size or base.is_contiguous()) and not base.storage_offset():
-                return View(number, *layout)
+            first, same_size = base.storage_offset(), tensor.element_size() == base.element_size()
+            if (same_size and layout[-1] >= first) or (base.is_contiguous() and not first):
+                return View(number, *layout[:-1], layout[-1] - first)
         raise NotReplayableError(f"a {tuple(tensor.shape)} {tensor.dtype} that is no view of what it was given or has made")
 
     # ---- operators of torch

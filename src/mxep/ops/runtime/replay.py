@@ -89,7 +89,8 @@ class _Run:
         self.slots = {slot for launch in launches for slot in launch.slots}
         self._launches, self._device = launches, device
         self._placed = {slot: placed[slot] for slot in self.slots if slot in placed}
-        self._at: Callable[[list[int]], Any] = itemgetter(*sorted({placed.get(slot, (slot, 0))[0] for slot in self.slots}))
+        bases = sorted({placed.get(slot, (slot, 0))[0] for slot in self.slots})
+        self._at: Callable[[list[int]], Any] = itemgetter(*bases) if bases else lambda addresses: ()
         self._graphs: dict[Any, LaunchGraph | None] = {}
         self._graphable = len(launches) > 1
 
@@ -182,6 +183,8 @@ def _packed(template: Any, slot: int, placed: dict[int, int], allocations: dict[
                 parts.append(view if view is None else len(own) - 1)
                 own += [] if view is None else [view]
         return ForBackwardView(tuple(own), template.rest, Packing(parts))
+    if type(template) is dict:
+        return {name: _packed(part, slot, placed, allocations) for name, part in template.items()}
     if isinstance(template, (tuple, list)) and slots_of(template):
         again = [_packed(part, slot, placed, allocations) for part in template]
         return type(template)(*again) if hasattr(template, "_fields") else type(template)(again)
@@ -360,14 +363,8 @@ class _Given:
             elif kind in VALUES:
                 add((kind, part, math.copysign(1.0, part)) if kind is float else (kind, part))  # True is no 1
             elif kind is ForBackward:
-                add(part.packing)
-                if part.packing is None:
-                    self._add((part.kept, part.rest))
-                else:  # all facts of what is packed are those of its packing
-                    packed, *own = part.kept
-                    tensors.append(packed)
-                    addresses.append(packed.data_ptr())
-                    self._add(own)
+                add((kind, part.packing))
+                self._add((part.kept, part.rest) if part.packing is None else part.kept)
             elif kind is MXTensor:
                 add((kind, part.orig_dtype))
                 self._add((part.qdata, part.scale))
@@ -404,7 +401,7 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
         function: works on the device alone, on the current stream, without gradients; what it does and returns depends on its options and
             on `_Given.facts` of its tensors.  It launches by `Kernel.run`, `mxep.ops.runtime.launch.launch` or operators of torch, or
             calls `nvrtc.unrecorded`.  It writes into no argument that another argument's memory overlaps.  It lives as long as
-            its module.
+            its module.  A forward may return a `ForBackward`, which its backward takes.
         options: what else it reads; options that are equal are of the same types too.
         arguments: tensors, MX tensors, numbers, and tuples and lists of them; the first is a tensor.
 
