@@ -222,7 +222,7 @@ def test_frozen_weights_in_mx_and_no_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         out = layer(x)
         return [out.detach(), *torch.autograd.grad(out, [x], values(700 + number, *out.shape)), *run(number)]
 
-    check(both, monkeypatch, 2)
+    check(both, monkeypatch, 3, packs=True)
 
 
 def test_grouped_mm_adds_to_a_main_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ def test_layers_take_turns_and_a_graph_captures_them(monkeypatch: pytest.MonkeyP
     def turns(number: int) -> list[Tensor]:
         return [tensor for run in runs for tensor in run(number)]
 
-    check(turns, monkeypatch, 4)
+    check(turns, monkeypatch, 6, packs=True)
     linear = MXLinear(torch.nn.Linear(D, N, bias=False, dtype=torch.bfloat16, device="cuda"), RECIPES["mxfp8_wgrad_with_mx"])
     x, graph = values(1, TOKENS, D), torch.cuda.CUDAGraph()
     with torch.no_grad():
@@ -328,7 +328,7 @@ def test_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         before = torch.cuda.memory_allocated()
         run(number)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert len(replayed_sequences()) >= 2
+    assert len(replayed_sequences()) >= 3
     assert peaks[-1] <= 1.02 * peaks[0]
 
 

@@ -448,7 +448,8 @@ class _FusedMoE(torch.autograd.Function):
             # Right after those that forward makes, of which a checkpoint's second forward may make more or fewer.
             of_caches = (*dgrad[0], *dgrad[1]) if options.runtime.keep_dgrad_weights else (None,) * _NUM_FORMS
             ctx.save_for_backward(router, *tensors, *of_chunks, *saved.kept, *of_caches)
-            ctx.call, ctx.caches, ctx.saved, ctx.output = call, caches, ForBackward((), *saved[1:]), (x.shape, x.dtype, x.device)
+            ctx.saved = ForBackward((), saved.rest, saved.packing)
+            ctx.call, ctx.caches, ctx.output = call, caches, (x.shape, x.dtype, x.device)
             ctx.set_materialize_grads(False)  # zeros for counts, and for losses that are off, would be a launch each
         # The layer keeps its last losses.  A disabled loss must stay out of the graph, which would hold all that this function saved.
         config = options.router
@@ -544,12 +545,15 @@ def is_fused(node: object) -> bool:
     return type(node).__name__ == f"{_FusedMoE.__name__}Backward"
 
 
-def saved_memory(node: Any) -> dict[str, Memory | None]:
-    """Memory that a node of this function keeps, but for the weights, by names of `SavedTensors`; "dispatcher 0" and on are those of the
-    dispatcher, "cache 0" and on the weights' forms from caches.
-    """
+def saved_memory(node: Any) -> dict[str, list[Memory | None]]:
+    """Memory that a node of this function keeps, but for the weights, by the keys of `saved_bytes`."""
     *_, kept, of_caches = _split_saved(node.saved_tensors)
     memory = node.saved.again(kept).memory()
-    found = dict(zip(SavedTensors._fields, memory[-_NUM_SAVED:], strict=True))
-    found |= {f"dispatcher {i}": part for i, part in enumerate(memory[:-_NUM_SAVED])}
-    return found | {f"cache {i}": memory_of(part) for i, part in enumerate(of_caches)}
+    x, logits, columns, rows, scale, *of_gate_up = memory[-_NUM_SAVED:-_NUM_FORMS]  # gate and up, scales, adapter
+    return {
+        "input": [x],
+        "dispatched tokens": [rows, scale],
+        "first product": of_gate_up,
+        "weights for dgrad": [*memory[-_NUM_FORMS:], *map(memory_of, of_caches)],
+        "routing": [logits, columns, *memory[:-_NUM_SAVED]],
+    }

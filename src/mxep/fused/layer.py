@@ -340,9 +340,9 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
 
     Returns:
         "input" (the layer's input, in memory anyway while its producer or the residual stream holds it), "dispatched tokens" (as
-        received), "first product" (gate and up, with scales where they are in MX), "weights for dgrad" (one byte a weight, see
-        `RuntimeEPConfig.keep_dgrad_weights`; a cache of quantised weights has the same tensors), "routing" (choices, maps, scores; logits
-        where the input is not saved).
+        received), "first product" (gate and up, with scales where they are in MX, and an adapter's inner rows), "weights for dgrad" (one
+        byte a weight, see `RuntimeEPConfig.keep_dgrad_weights`; a cache of quantised weights has the same tensors), "routing" (choices,
+        maps, scores; logits where the input is not saved).
 
     Raises:
         ValueError: no fused layer made this tensor, or nothing is kept, as after its backward.
@@ -362,14 +362,9 @@ def saved_bytes(output: Tensor) -> dict[str, int]:
         kept = saved_memory(node)
     except RuntimeError as freed:
         raise ValueError("saved_bytes: the backward of this tensor has freed what was kept; call it before the backward") from freed
-    groups = {"x": "input", "rows": "dispatched tokens", "scale": "dispatched tokens"}
-    groups |= {"gate_up": "first product", "gate_up_scale": "first product"}
-    groups |= dict.fromkeys(("gate_up_weight", "gate_up_weight_scale", "down_weight", "down_weight_scale"), "weights for dgrad")
-    sizes = dict.fromkeys(("input", "dispatched tokens", "first product", "weights for dgrad", "routing"), 0)
-    seen: set[int] = set()
+    sizes, seen = dict.fromkeys(kept, 0), set[int]()
     for name, memory in kept.items():
-        first, nbytes = (0, 0) if memory is None else memory
-        if first and first not in seen:
-            sizes[groups.get(name, "weights for dgrad" if name.startswith("cache") else "routing")] += nbytes
+        for first, nbytes in filter(None, memory):
+            sizes[name] += 0 if first in seen else nbytes
             seen.add(first)
     return sizes

@@ -81,7 +81,7 @@ def multiply(
     form = (None, None) if weights is None else weights.cached("forward")
     for_dgrad = one_path and all(ctx.needs_input_grad[:2])
     out, saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None), a, w, offs, bias, form, lora)
-    ctx.saved = ForBackward((), *saved[1:])
+    ctx.saved = ForBackward((), saved.rest, saved.packing)
     dgrad = weights.made("dgrad") if weights is not None and form[0] is not None and for_dgrad else (None, None)
     return out, (*saved.kept, *dgrad, w)
 
@@ -377,7 +377,8 @@ def expert_mm(
         >>> mxep.grouped_mm.expert_mm(x, weight, offs, mxep.Recipe.named("mxfp8_gemm")).shape
         torch.Size([64, 96])
     """
-    check_tensors(_WHERE, x=x, w=w)
+    if not (isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)):
+        check_tensors(_WHERE, x=x, w=w)
     if recipe.gemm == "hp":
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
             raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")

@@ -502,7 +502,9 @@ def check_lora(where: str, x: Tensor, weights: ExpertWeights) -> None:
     for side, (a, b), (N, K) in (("1", weights.lora[:2], (first, D)), ("2", weights.lora[2:], (D, weights.w2.shape[-1]))):
         if a is None and b is None:
             continue
-        check_tensors(where, None, **{f"lora {name}{side}": f for name, f in (("a", a), ("b", b)) if f is not None})
+        for name, factor in (("a", a), ("b", b)):
+            if factor is not None and not isinstance(factor, Tensor):
+                check_tensors(where, **{f"lora {name}{side}": factor})
         R = 0 if a is None else a.shape[1]
         shapes = (L, R, K), (L, N, R)
         found = [None if f is None else (tuple(f.shape), f.dtype, f.device) for f in (a, b)]

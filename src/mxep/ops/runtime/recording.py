@@ -73,11 +73,14 @@ class ForBackwardView(NamedTuple):
     packing: Packing | None = None
 
 
-def slots_of(template: Any) -> set[int]:
+def slots_of(template: Any, for_backward: bool = True) -> set[int]:
+    """Slots of a template's views; `for_backward`: with those that only a backward reads."""
     if isinstance(template, View):
         return {template.slot}
     parts = template.values() if type(template) is dict else template if isinstance(template, (tuple, list)) else ()
-    return set().union(*map(slots_of, parts))
+    if isinstance(template, ForBackwardView) and not for_backward:
+        return set()
+    return set().union(*(slots_of(part, for_backward) for part in parts))
 
 
 def _is_constant(template: Any) -> bool:

@@ -162,14 +162,6 @@ class _Allocate:
         addresses[self._slot] = tensor.data_ptr()
 
 
-def _without_backward(template: Any) -> Any:
-    """A template of results without what backward reads of them."""
-    if isinstance(template, ForBackwardView):
-        return None
-    parts = template.values() if type(template) is dict else template
-    return [_without_backward(part) for part in parts] if isinstance(template, (tuple, list, dict)) else template
-
-
 def _packed(template: Any, slot: int, placed: dict[int, int], allocations: dict[int, Allocation]) -> Any:
     """A template of results whose tensors for backward are views of `slot`, as far as their slots are `placed` there."""
     if isinstance(template, ForBackwardView):
@@ -211,7 +203,7 @@ class _Sequence:
         apart = large | {slot for step in steps if isinstance(step, Operator) for slot in step.slots}
         sizes = {a.slot: round_up(a.nbytes, _PART_BYTES) for a in allocations if a.slot not in apart}
         temporary = {slot: nbytes for slot, nbytes in sizes.items() if slot not in kept}
-        only_saved = kept - slots_of(_without_backward(template))
+        only_saved = kept - slots_of(template, for_backward=False)
         packed = [slot for slot, nbytes in sizes.items() if nbytes and slot in only_saved] if packs else []
         offsets, self._bytes = _place(steps, temporary)
         ends = list(accumulate((sizes[slot] for slot in packed), initial=0))
@@ -267,13 +259,14 @@ class _Sequence:
 class _Calls:
     """Calls of one function with like tensors: how often it ran, and what was recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, packs: bool) -> None:
+        self._packs = packs  # what is left to backward
         self.plain, self.recordings, self._bytes = 0, 0, 0
         self.last: _Sequence | None = None
         self.sequence: _Sequence | None = None  # once two recordings agree
         self.problem: str | None = None  # of the last recording
 
-    def run(self, function: Callable[[], Any], given: _Given, device: torch.device, packs: bool) -> Any:
+    def run(self, function: Callable[[], Any], given: _Given, device: torch.device) -> Any:
         """Run it as it is, and after some times note what it does."""
         if self.recordings >= _RECORDINGS:
             return function()
@@ -291,9 +284,9 @@ class _Calls:
             self.recordings = _RECORDINGS if self._bytes > _MOST_BYTES else self.recordings
             self.problem = f"it allocates {self._bytes} bytes"
             return function()
-        return self._record(function, given, packs)
+        return self._record(function, given)
 
-    def _record(self, function: Callable[[], Any], given: _Given, packs: bool) -> Any:
+    def _record(self, function: Callable[[], Any], given: _Given) -> Any:
         recorder = CallRecorder(given.tensors, _MOST_BYTES)
         nvrtc.recorders.append(recorder)
         try:
@@ -305,7 +298,7 @@ class _Calls:
         last, self.last = self.last, None
         if recorder.problem is None:
             try:
-                sequence = _Sequence(recorder, len(given.tensors), results, packs)
+                sequence = _Sequence(recorder, len(given.tensors), results, self._packs)
                 agrees = last is not None and last.notes == sequence.notes
             except Exception as problem:  # the call itself is done
                 self.problem = str(problem) if isinstance(problem, NotReplayableError) else repr(problem)
@@ -423,10 +416,10 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
         if len(_calls) >= _KEPT:  # rare shapes first
             for old in [k for k, known in [*_calls.items()] if known.sequence is None] or [next(iter(_calls))]:
                 _calls.pop(old, None)
-        call = _calls[key] = _Calls()
+        call = _calls[key] = _Calls(packs)
     if call.sequence is not None:
         if not autocast:
             return call.sequence.run(given, torch._C._cuda_getCurrentRawStream(device.index))
         with torch.autocast(device.type, enabled=False):  # casts were recorded as operators
             return call.sequence.run(given, torch._C._cuda_getCurrentRawStream(device.index))
-    return call.run(partial(function, options, *arguments), given, device, packs)
+    return call.run(partial(function, options, *arguments), given, device)
