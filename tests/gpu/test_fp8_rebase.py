@@ -147,14 +147,14 @@ def test_tokens_gathered_by_the_same_kernel(N: int, K: int, maps: str):
 @pytest.mark.usefixtures("poison")
 def test_rows_that_several_tokens_read_are_walked_in_slabs(columns: int, monkeypatch: pytest.MonkeyPatch):
     num_rows, tokens = 300, 2500
-    monkeypatch.setattr(kernels, "_SLAB_BYTES", num_rows * columns)
+    monkeypatch.setattr(kernels, "_PANEL_BYTES", num_rows * columns)
     offs = torch.tensor([0, 130, 131, 700, 2490], dtype=torch.int32, device="cuda")
     for N, K in ((160, 96), (1408, 2048)):
         g, a = mx_bytes(num_rows, N, "cuda", seed=1), mx_bytes(num_rows, K, "cuda", seed=2)
         row_maps = torch.randint(-1, num_rows, (2, tokens), device="cuda", dtype=torch.int32).unbind()
         want = reference.rebase_tokens(*g, *a, offs, *row_maps)
         same_tokens(kernels.rebase_tokens(*g, *a, offs, *row_maps), want, f"N={N} K={K}")
-        same_tokens(kernels.rebase_tokens(*g, *a, offs, *row_maps, mostly_padding=True), want, f"N={N} K={K}, no slabs")
+        same_tokens(kernels.rebase_tokens(*g, *a, offs, *row_maps, mostly_padding=True), want, f"N={N} K={K}, no panels")
 
 
 @pytest.mark.usefixtures("poison")

@@ -34,7 +34,7 @@ _PARTS_OF_FOUR_WARPS = (9, 10, 13, 14)
 LOAD_BYTES = 16  # what a thread loads at a time: rows start at multiples of it
 _PLAN_THREADS, _MAXIMA_THREADS = 1024, 128
 _MOST_PLANNERS = 256  # blocks of token_plan
-_SLAB_BYTES = 2**23  # of rows that several tokens read, so that L2 holds them; H200, 2026-11: docs/log.md
+_PANEL_BYTES = 2**23  # of rows that several tokens read, so that L2 holds them; H200, 2026-11: docs/log.md
 _KEPT = 1024  # packed arguments, by address
 _TEAMS = 2  # token tiles a block of rebase_tokens.cu takes
 _PART_BYTES = 256  # parts of an allocation start at multiples of it
@@ -145,7 +145,7 @@ class _Operand(ctypes.Structure):  # struct Operand of rebase_tokens.cu
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "s", "row_map", "table", "moved", "out", "scale")),
         *((name, ctypes.c_longlong) for name in ("q_row", "s_row")),
-        ("slab", ctypes.c_int),
+        ("panel", ctypes.c_int),
     ]
 
 
@@ -174,14 +174,14 @@ class TokenRows(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """One operand's rows by address; row_map 0: none; slab as in rebase_tokens.cu."""
+    """One operand's rows by address; row_map 0: none; panel as in rebase_tokens.cu."""
 
     q: int
     q_row: int
     s: int
     s_row: int
     row_map: int
-    slab: int
+    panel: int
 
 
 def tokens_options(file: str, a: TokenRows, g: TokenRows, walk: bool = False) -> dict[str, bool | int]:
@@ -213,8 +213,8 @@ def _token_arguments(
     parts = _scratch_parts(K, N, M, G)
     tiles, max_a, max_g, moved_a, moved_g, g_gives, ends, order = (scratch + 4 * start for start in parts[:-1])
     num_tiles = M // BLOCK_128 + G
-    to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, moved_a, a, a_scale, from_a.q_row, from_a.s_row, from_a.slab)
-    to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, moved_g, grad, grad_scale, from_g.q_row, from_g.s_row, from_g.slab)
+    to_a = _Operand(from_a.q, from_a.s, from_a.row_map, max_a, moved_a, a, a_scale, from_a.q_row, from_a.s_row, from_a.panel)
+    to_g = _Operand(from_g.q, from_g.s, from_g.row_map, max_g, moved_g, grad, grad_scale, from_g.q_row, from_g.s_row, from_g.panel)
     scales = from_a.s, from_a.s_row, from_a.row_map, from_g.s, from_g.s_row, from_g.row_map
     looked_at = (_Scales(x.s, x.row_map, x.s_row, width // MX_BLOCK) for x, width in ((from_a, K), (from_g, N)))
     return (
@@ -271,15 +271,15 @@ _Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # qdata, scale, 
 
 
 def _source(rows: _Rows, walk: bool) -> _Source:
-    """Slabs of all columns unless several tokens read a row."""
+    """Panels of all columns unless several tokens read a row."""
     (qdata, scale, row_map), map_address = rows, 0
     num_rows, width = qdata.shape
-    slab = all_columns = -(-width // BLOCK_128)
+    panel = all_columns = -(-width // BLOCK_128)
     if row_map is not None:
         map_address = row_map.data_ptr()
         if not walk and row_map.shape[0] >= 2 * num_rows:
-            slab = min(max(_SLAB_BYTES // (BLOCK_128 * max(num_rows, 1)), 1), all_columns)
-    return _Source(qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), map_address, slab)
+            panel = min(max(_PANEL_BYTES // (BLOCK_128 * max(num_rows, 1)), 1), all_columns)
+    return _Source(qdata.data_ptr(), qdata.stride(0), scale.data_ptr(), scale.stride(0), map_address, panel)
 
 
 def launch_tokens(plan: TokenPlan, memory: int, grad: _Rows, a: _Rows, offs: torch.Tensor) -> None:

@@ -8,11 +8,11 @@
 //   4x4       8 PRMT turn 4 words "4 columns of one token" into 4 words "4 tokens of one column"
 //   exchange  through shared memory; the XOR keeps stores (4 bytes) and loads (16 bytes) free of bank conflicts
 //   store     16 lanes write 256 bytes of one output row, streamed, so that L2 keeps rows which are read again
-// Rows that several tokens read are walked slab by slab of columns, so small that L2 holds a slab of all of them.
+// Rows that several tokens read are walked panel by panel of columns, so small that L2 holds a panel of all of them.
 
 // Constants that the launcher puts in front.
 // WIDTH_A, WIDTH_G: columns, a multiple of 32. MAP_A, MAP_G: token t is row row_map[t], -1 a row of zeros.  WALK: few blocks of threads
-// take all tiles, up to the last that has tokens; a slab then has all columns.
+// take all tiles, up to the last that has tokens; a panel then has all columns.
 
 constexpr int TEAMS = 2, BAND = 4;                       // BAND: pairs of token tiles walked together
 constexpr int LEAST = 128;                               // of a group's exponent: its scale stays a normal float32
@@ -24,7 +24,7 @@ struct Operand {
   u8* out;
   float* scale;                                          // (groups, width)
   long long q_row, s_row;
-  int slab;                                              // columns of a slab, in units of 128
+  int panel;                                             // columns of a panel, in units of 128
 };
 struct Plan {
   const int4* tiles;                                     // {first row, rows, group, first tile of its group}; rows < 0: none
@@ -42,11 +42,11 @@ __device__ __forceinline__ void transpose4x4(u32 (&w)[4]) {
 template <int WIDTH, bool MAP>
 __device__ __forceinline__ void move(const Operand& o, const Plan& p, uint4 (&memory)[128 * 8 * TEAMS], u32 b) {
   constexpr u32 COLUMNS = (WIDTH + 127) / 128, BLOCKS = WIDTH / 32;
-  const u32 pairs = (p.tile_count + TEAMS - 1) / TEAMS, slab_0 = b / (pairs * o.slab) * o.slab;
-  const u32 in_slab = b - pairs * slab_0, columns = min(o.slab, COLUMNS - slab_0);
-  const u32 band = in_slab / (BAND * columns), in_band = in_slab % (BAND * columns);
+  const u32 pairs = (p.tile_count + TEAMS - 1) / TEAMS, panel_0 = b / (pairs * o.panel) * o.panel;
+  const u32 in_panel = b - pairs * panel_0, columns = min(o.panel, COLUMNS - panel_0);
+  const u32 band = in_panel / (BAND * columns), in_band = in_panel % (BAND * columns);
   const u32 height = min((u32)BAND, pairs - band * BAND), tile_0 = (band * BAND + in_band % height) * TEAMS;
-  const u32 column_0 = (slab_0 + in_band / height) * 128;
+  const u32 column_0 = (panel_0 + in_band / height) * 128;
   const u32 team = threadIdx.x / 256, tid = threadIdx.x % 256, lane = tid % 32, part = lane % 8, quad = tid / 32 * 4 + lane / 8;
   const u32 column = column_0 + part * 16, tile = tile_0 + team;
   if (__ldg(p.tiles + tile_0).y < 0) return;             // tiles of no group are the last ones
