@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+import mxep
 from mxep import cli
 from mxep.bench import markdown_tables, plots, published, training
 from mxep.bench.timing import MIN_RUNS
@@ -75,7 +77,7 @@ def test_parts_of_a_step() -> None:
     found = {part: us for part, us in training.step_parts(overlapping).items() if us}
     assert found == {"attention": 0.02, "dense GEMMs": 0.01, "exchange": 0.07, "other": 0.001, IDLE: 0.1}
     names = {
-        "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange", "push": "exchange",
+        "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange", "push": "other",
         "fp8_grouped_mm": "expert GEMMs", "fp8_wgrad": "expert GEMMs", "nvjet_hsh_128x256": "dense GEMMs", "rebase_tokens": "MXFP8 passes",
         "_activate_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention", "void cudnn::fusion::convert_dq_to_16bits": "attention",
@@ -83,6 +85,28 @@ def test_parts_of_a_step() -> None:
     }  # fmt: skip
     assert {name: part_of(name) for name in names} == names
     assert set(names.values()) <= set(PARTS)
+
+
+@pytest.mark.parametrize("file", ["p2p.cu", "slots.cu"])
+def test_kernels_that_write_to_other_ranks_are_exchanges(file: str) -> None:
+    source = (Path(mxep.__file__).parent / "ops" / "peer_write" / file).read_text()
+    kernels = re.findall(r"__global__ void __launch_bounds__\(THREADS\)\s+(\w+)\(", source)
+    assert kernels
+    assert {part_of(name) for name in kernels} == {"exchange"}
+
+
+def test_means_and_unsteady_steps_of_a_record(tmp_path: Path) -> None:
+    """Slow steps are in the mean, and halves that differ make an arm unsteady."""
+    slow, even = metrics(0.1), metrics(0.15)
+    counted = [step for step in slow if step["kind"] == "step"][training.COUNTED]
+    for step in counted[len(counted) // 2 :]:
+        step.update(step_s=0.2, tokens_per_s=500.0, loss=2.5)
+    record = training.record_of({"mxfp8": slow, "bf16": even}, tmp_path, "some", "h200")
+    assert record["unsteady"] == ["mxfp8"]
+    assert training.mean_ms(record, "mxfp8") == pytest.approx(150)
+    gaps = training.loss_gaps(record, "mxfp8", "bf16")
+    assert len(gaps) == training.LAST_LOSSES
+    assert (min(gaps), max(gaps)) == (0.0, 0.5), "the traced steps come after the timed ones"
 
 
 def test_exposed_exchanges() -> None:
@@ -106,7 +130,9 @@ def test_a_record_and_its_plots(tmp_path: Path) -> None:
     assert record["steps"]["bf16"]["transport"] == "collective"
     table = markdown_tables.train_table([record])
     assert "100 tokens a step, full recomputation | bf16, blocks over collective transport / mxfp8, blocks over " in table
-    assert "150 / 100 ms | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | 2.000 / 2.000 | 30.0% / 30.0% | 25.0% / 25.0% | 35.0% / 35.0%" in table
+    no_gap = "+0.000 (+0.000 to +0.000)"
+    shares = "30.0% / 30.0% | 25.0% / 25.0% | 35.0% / 35.0%"
+    assert f"150 / 100 ms | 150 / 100 | 667 / 1,000 | 1.50x | 2.00x | 4.0 / 4.0 | {no_gap} | {shares}" in table
     assert training.steps_table(record).row_count == 2
     for drawn in plots.draw({"train": [record]}, tmp_path):
         assert drawn.stat().st_size > 5000

@@ -33,8 +33,9 @@ def test_a_wrong_arm_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.run("transformers-step", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
 
 
-def test_an_arm_without_a_gradient_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, missing = transformers_step.StepProblem._results, "model.layers.1.self_attn.q_proj.weight"
+@pytest.mark.parametrize("missing", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight"])
+def test_an_arm_without_a_gradient_fails_the_check(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    plain = transformers_step.StepProblem._results
 
     def without(problem: transformers_step.StepProblem, arm: str) -> dict[str, torch.Tensor]:
         return {name: value for name, value in plain(problem, arm).items() if (arm, name) != ("mxep_mx", missing)}
@@ -42,7 +43,20 @@ def test_an_arm_without_a_gradient_fails_the_check(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(transformers_step.StepProblem, "_results", without)
     problem = transformers_step.StepProblem(registry.Setting(CPU))
     problem.case()
-    assert f"worst gradient {missing}: -inf dB" in str(problem.check())
+    assert f"mxep_mx: no gradient of {missing}, 1 in all" in str(problem.check())
+
+
+def test_a_wrong_gradient_of_the_head_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = transformers_step.StepProblem._results
+
+    def halved(problem: transformers_step.StepProblem, arm: str) -> dict[str, torch.Tensor]:
+        found = plain(problem, arm)
+        return found | {"lm_head.weight": 0.5 * found["lm_head.weight"]} if arm == "mxep_mx" else found
+
+    monkeypatch.setattr(transformers_step.StepProblem, "_results", halved)
+    problem = transformers_step.StepProblem(registry.Setting(CPU))
+    problem.case()
+    assert "worst gradient lm_head.weight: 6.0 dB" in str(problem.check())
 
 
 def test_an_arm_that_changes_parameters_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +98,5 @@ def test_copies_share_parameters() -> None:
 def test_table() -> None:
     records = registry.run("transformers-step", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
     lines = markdown_tables.transformers_step_table(records).splitlines()
-    assert len(lines) == 2 + len(records[0]["agreement"])
+    assert len(lines) == 2 + len(records[0]["agreement"]) + len(records[0]["left_out"])
     assert "`mxep_mx`" in "".join(lines)

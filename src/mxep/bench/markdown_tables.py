@@ -21,7 +21,7 @@ from mxep.bench.records import (
     routing_of,
 )
 from mxep.bench.tables import device_us
-from mxep.bench.training import BASELINE, DEGREES, LAYERS, UTILIZATIONS, share_text, utilizations
+from mxep.bench.training import BASELINE, DEGREES, LAST_LOSSES, LAYERS, UTILIZATIONS, loss_gaps, mean_ms, share_text, utilizations
 from mxep.train.metrics import read_metrics
 
 Records = Sequence[Record]
@@ -57,7 +57,7 @@ _LAYER_COLUMNS = {
     "nccl_total": "over NCCL",
     "blocks_total": "separate blocks",
     "bf16_total": "bf16, tokens sent once",
-    "inference": "inference",
+    "inference": "inference, against separate blocks",
 }
 _NETWORK_COLUMNS = (
     "exposed network: longer than one GPU alone, forward | backward | TFLOP/s a rank, forward / backward | net | "
@@ -83,17 +83,17 @@ def _bars(*columns: str) -> str:
 
 def limit_of(record: Record, name: str) -> float | None:
     """The reference of a ratio; None if the one GPU that it comes from was unsteady, usually for lack of memory."""
-    if any(arm.startswith("one_gpu") for arm in record.get("unsteady", [])):
+    if any(arm.startswith(("one_gpu", "local")) for arm in record.get("unsteady", [])):
         return None
     return record["limit"].get(name)
 
 
-def _ratio_of_limit(record: Record, name: str) -> str:
-    """ "1.93x of 2.01x", or nothing if it was not measured."""
+def _ratio_of_limit(record: Record, name: str, base: float = 1.0) -> str:
+    """ "1.93x of 2.01x", or nothing if it was not measured; `base`: time of the baseline in units of that of the record's ratio."""
     if name not in record["ratios"]:
         return ""
     limit = limit_of(record, name)
-    return f"{record['ratios'][name]:.2f}x" + ("" if limit is None else f" of {limit:.2f}x")
+    return f"{base * record['ratios'][name]:.2f}x" + ("" if limit is None else f" of {base * limit:.2f}x")
 
 
 def _gemm_title(record: Record) -> str:
@@ -175,9 +175,15 @@ def experts_table(records: Records) -> str:
     rows = []
     for record in records:
         kept = " / ".join(f"{record['saved_bytes'][arm] / 2**20:.0f}" for arm in ("bf16", "fused"))
-        speeds = (_ratio_of_limit(record, f"{arm}total_vs_torch_bf16") for arm in _EXPERT_ARMS)
+        ms = median_ms(record)
+        base = min(ms["bf16_total"], ms["bf16_compiled_total"]) / ms["bf16_total"]
+        speeds = (_ratio_of_limit(record, f"{arm}total_vs_torch_bf16", base) for arm in _EXPERT_ARMS)
         rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
-    header = _bars("experts, forward + backward, against torch in bf16", *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB")
+    header = _bars(
+        "experts, forward + backward, against torch in bf16, the faster of eager and compiled",
+        *_EXPERT_ARMS.values(),
+        "saved by bf16 / fused, MiB",
+    )
     parts = [markdown(header, rows)]
     least = min(record["shape"]["T"] for record in records)
     if few := [record for record in records if "host_us" in record and record["shape"]["T"] == least]:
@@ -193,7 +199,7 @@ def experts_table(records: Records) -> str:
 
 def transformers_table(records: Records) -> str:
     """Experts of transformers' models by the adapter, forward + backward, against transformers' own in bf16."""
-    return _transformers(records, transformers.BASELINE, "experts of transformers, forward + backward, against `grouped_mm` in bf16")
+    return _transformers(records, transformers.BASELINE, "experts of transformers, forward + backward, against `grouped_mm` in bf16, eager")
 
 
 def transformers_ep_table(records: Records) -> str:
@@ -288,6 +294,7 @@ def transformers_step_table(records: Records) -> str:
             peak = f"{record['peak_gib'][arm]:.1f}" if "peak_gib" in record else "-"
             known = f"{agreement['loss']:.4f}", f"{agreement['worst_db']:.1f}"
             rows.append([what, f"`{arm}`", f"{ms[arm]:.1f}", f"{1e3 * shape['T'] / ms[arm]:,.0f}", speed, *known, peak])
+        rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 5] for arm, why in record["left_out"].items()]
     against = f"against `{transformers_step.BASELINE}`"
     return markdown(_bars("a step", "arm", "ms", "tokens/s", against, "first loss", "worst gradient, dB", "peak, GiB"), rows)
 
@@ -340,7 +347,7 @@ def layer_tables(records: Records) -> str:
         speeds.append([title, *times, record["mxfp8_over"], *faster])
         efficiencies = (f"scaling_efficiency_{stage}" for stage in ("forward", "backward"))
         beyond = ["", ""]  # without memory for all experts on one GPU
-        if "local_total" in ms:
+        if "local_total" in ms and not any(arm.startswith("local") for arm in record.get("unsteady", [])):
             pairs = [(ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"], ms[f"mxfp8_{stage}"]) for stage in ("forward", "backward")]
             beyond = [f"{part:.2f} ms, {part / whole:.0%}" for part, whole in pairs]
         products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # a rank's forward, in GFLOP; GFLOP per ms = TFLOP/s
@@ -462,16 +469,26 @@ def train_table(records: Records) -> str:
             cells = [
                 [f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in arms],
                 [f"{ms[baseline]:.0f}", f"{ms[arm]:.0f} ms"],
+                [f"{mean:.0f}" for name in arms if (mean := mean_ms(record, name)) is not None],
                 [f"{step['tokens_per_s']:,.0f}" for step in steps],
                 [f"{record['ratios'][ratio]:.2f}x"],
                 [f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else ""],
                 [f"{step['memory_gib']:.1f}" for step in steps],
-                [f"{step['loss']:.3f}" for step in steps],
+                [_gap_text(loss_gaps(record, arm, baseline))],
                 *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
             ]
             rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
-    columns = "a step | tokens per second | faster | estimate: GEMMs and exchange halved | GiB | loss of the last timed step"
+    gaps = f"loss above bf16's, last {LAST_LOSSES} steps: mean (least to most)"
+    columns = f"a step, median | mean, ms | tokens per second | faster | estimate: GEMMs and exchange halved | GiB | {gaps}"
     return markdown(_bars("training | bf16 / other", columns, *UTILIZATIONS.values()), rows)
+
+
+def _gap_text(gaps: Sequence[float]) -> str:
+    """
+    >>> _gap_text([0.125, -0.25]), _gap_text([])
+    ('-0.062 (-0.250 to +0.125)', '')
+    """
+    return f"{statistics.fmean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})" if gaps else ""
 
 
 def published_table(records: Records) -> str:

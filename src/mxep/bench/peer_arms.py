@@ -10,8 +10,8 @@ weighted sums (T, D), differentiable in all but the choices.  mxep depends on no
 | torchao_blockwise | torchao, sgl-deep-gemm | two FP8 grouped GEMMs with a scale per 128 values of a row or 128 x 128 of a weight |
 | sonicmoe | sonic-moe, quack-kernels | bf16, CuTe DSL kernels |
 
-Around torchao's GEMMs runs torchtitan's own code, under torch.compile: it gathers rows by expert, pads each group to the multiple that the
-GEMM needs, and computes SwiGLU, scores and the sum over choices.
+Around torchao's GEMMs runs code of ours under torch.compile, which does what torchtitan's does: it gathers rows by expert, pads each group
+to the multiple that the GEMM needs, and computes SwiGLU, scores and the sum over choices.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from mxep.moe.expert_mlp import ExpertWeights
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import resolve_recipe
-from mxep.shapes import MX_BLOCK
+from mxep.shapes import MX_BLOCK, round_up
 
 
 class Shape(NamedTuple):
@@ -282,7 +282,8 @@ class PeersProblem:
         T, D, H, E, C = self.shape
         rows, device = T * C, self.setting.device
         forward = [(rows, D, 2 * H), (rows, H, D)]
-        backward = [(rows, D, H), (rows, 2 * H, D), (E * 2 * H, rows // E, D), (E * D, rows // E, H)]
+        inner = round_up(rows // E, MX_BLOCK)  # few tokens, too, are multiplied as whole blocks
+        backward = [(rows, D, H), (rows, 2 * H, D), (E * 2 * H, inner, D), (E * D, inner, H)]
         in_bf16 = {name: dense_products([], sizes, 0, device) for name, sizes in (("forward", forward), ("backward", backward))}
         return dense_ffn(rows, D, H, 2 * H, E, device) | {"dense_bf16": in_bf16}
 

@@ -13,7 +13,7 @@ from mxep.models.presets import MODELS, preset_of, resolve_model, train_defaults
 
 COLUMNS = (
     "model",
-    "by",
+    "by, source",
     "GPUs",
     "precision of the experts",
     "tokens per sequence",
@@ -32,7 +32,7 @@ class Published(NamedTuple):
 
     Attributes:
         model: in words.  preset: of that shape, to count its FLOPs; None: we have none.
-        by: the project, "" where it is not known.  gpus, precision: in words.
+        by: the project, "" where it is not known.  source: where its figures were read, and when.  gpus, precision: in words.
         seq_len: tokens per sequence.
         tokens_per_s, tflops: of one GPU.
     """
@@ -40,6 +40,7 @@ class Published(NamedTuple):
     model: str
     preset: str | None
     by: str
+    source: str
     gpus: str
     precision: str
     seq_len: int | None
@@ -47,11 +48,12 @@ class Published(NamedTuple):
     tflops: int | None
 
 
+_NOT_READ_AGAIN = "as known to this project in November 2026, its page not read again"
 PUBLISHED = (
-    Published("Qwen3-30B-A3B", "qwen3_30b_a3b", "Megatron-Bridge", "16 x H100", "bf16", 4096, (13_000,), 299),
-    Published("Qwen3-30B-A3B", "qwen3_30b_a3b", "NeMo Automodel", "8 x H100", "bf16", 4096, (12_000,), None),
-    Published("DeepSeek-V3-16B", "dsv3_16b", "torchtitan", "8 x H100", "bf16", 4096, (11_300, 11_800), None),
-    Published("Mixtral-8x22B", None, "", "128 x H100", "FP8 in blocks", None, (), 560),
+    Published("Qwen3-30B-A3B", "qwen3_30b_a3b", "Megatron-Bridge", _NOT_READ_AGAIN, "16 x H100", "bf16", 4096, (13_000,), 299),
+    Published("Qwen3-30B-A3B", "qwen3_30b_a3b", "NeMo Automodel", "its summary of August 2026", "8 x H100", "bf16", 4096, (12_040,), 277),
+    Published("DeepSeek-V3-16B", "dsv3_16b", "torchtitan", _NOT_READ_AGAIN, "8 x H100", "bf16", 4096, (11_300, 11_800), None),
+    Published("Mixtral-8x22B", None, "", _NOT_READ_AGAIN, "128 x H100", "FP8 in blocks", None, (), 560),
 )
 
 
@@ -77,7 +79,8 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
             counted = [_range([tps * count / 1e12 for tps in other.tokens_per_s]) for count in (flops.model, flops.model_causal)]
         length = "" if other.seq_len is None else str(other.seq_len)
         published = _range(other.tokens_per_s), "" if other.tflops is None else str(other.tflops)
-        found.append([other.model, other.by, other.gpus, other.precision, length, "", *published, *counted, ""])
+        by = ", ".join(filter(None, (other.by, other.source)))
+        found.append([other.model, by, other.gpus, other.precision, length, "", *published, *counted, ""])
     return found
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -52,6 +53,7 @@ BASELINE, ONE_FUNCTION = "bf16", "bf16, one function"
 WARM_UP, PROFILED = 5, 3  # steps, the first and the last
 LEAST_STEPS = WARM_UP + MIN_RUNS + PROFILED
 COUNTED = slice(WARM_UP, -PROFILED)
+LAST_LOSSES = 9  # steps over which losses are compared: later ones of so short a run
 _TARGET, _FULL_SIZE = 1.3, "dsv3_16b"  # tokens per second against bf16, of this preset on 4 ranks or more
 # Options that it sets or cannot use.
 _OURS = ("recipe", "out", "compare", "resume", "resume_step", "stop_after", "profile_step", "profile_steps")
@@ -132,7 +134,7 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
         counted = f"after the first {WARM_UP} and before the last {PROFILED}"
         raise ValueError(f"train: {len(steps)} steps {counted}, want {MIN_RUNS}: a run was stopped")
     last = steps[-1]
-    timing = Timing.of([1e3 * record["step_s"] for record in steps])
+    timing = Timing.of([1e3 * record["step_s"] for record in steps], rounds=2 - len(steps) % 2)
     middle = sorted(steps, key=lambda record: record["step_s"])[len(steps) // 2]
     traced = step_parts(json.loads(trace.read_text())["traceEvents"]) if trace.exists() else {}
     return {
@@ -193,6 +195,23 @@ def curves_of(records: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     return {name: [round(record[name], places) for record in steps] for name, places in digits.items()}
 
 
+def mean_ms(record: dict[str, Any], arm: str) -> float | None:
+    """Mean time of the steps whose median the record has; None for an older record without curves."""
+    speeds = record.get("curves", {}).get(arm, {}).get("tokens_per_s", [])[WARM_UP : -record.get("traced_steps", 1)]
+    return 1e3 * record["shape"]["T"] * statistics.fmean(1 / speed for speed in speeds) if speeds else None
+
+
+def loss_gaps(record: dict[str, Any], arm: str, baseline: str) -> list[float]:
+    """How far an arm's losses lie above the baseline's in the last steps; [] for an older record without curves.
+
+    >>> curves = {"mx": {"loss": [3.0, 2.5]}, "bf16": {"loss": [3.0, 2.25]}}
+    >>> loss_gaps({"curves": curves}, "mx", "bf16"), loss_gaps({}, "mx", "bf16")
+    ([0.0, 0.25], [])
+    """
+    ours, theirs = (record.get("curves", {}).get(name, {}).get("loss", [])[-LAST_LOSSES:] for name in (arm, baseline))
+    return [round(a - b, 5) for a, b in zip(ours, theirs, strict=True)]
+
+
 def runs_of(record: dict[str, Any]) -> Runs:
     """The steps of a record's arms, from its curves, in the form of metrics.jsonl; {} for an older record without curves.
 
@@ -216,6 +235,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
     halved = sum(arms[baseline]["parts_ms"].get(part, 0.0) for part in ("expert GEMMs", "exchange")) / 2
     whole = sum(arms[baseline]["parts_ms"].values())
     ratios = {f"{arm}_tokens_per_s_vs_{baseline}": base / found["timing"].median_ms for arm, found in arms.items() if arm != baseline}
+    unsteady = [arm for arm, found in arms.items() if found["timing"].unsteady]
     balanced = bool(settings["force_balance"])
     full = start["model"]["name"] == _FULL_SIZE and start["world"] >= 4 and balanced
     step = next(record for record in next(iter(runs.values())) if record["kind"] == "step")
@@ -237,6 +257,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "traced_steps": PROFILED,
         "curves": {arm: curves_of(records) for arm, records in runs.items()},
         "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
+        "unsteady": unsteady,
         "limit": dict.fromkeys(ratios, round(whole / (whole - halved), 4) if whole else None),
         "target": {next(iter(ratios)): _TARGET} if full else {},
         **origin(command),
@@ -311,7 +332,7 @@ PARTS: dict[str, re.Pattern[str]] = {  # the first match is a kernel's part; of 
         r"quantize|rebase|token_(?:maxima|plan)|activat|place_|expert_rows|_zero_tail|_zero_padding_rows|row_map|segments", re.IGNORECASE
     ),
     "optimizer": re.compile(r"multi_tensor|adam|lerp|foreach", re.IGNORECASE),
-    "exchange": re.compile(r"nccl|^push|Memcpy PtoP|all_?gather|reduce_?scatter|SendRecv", re.IGNORECASE),
+    "exchange": re.compile(r"nccl|^p2p$|^(?:send|recv)_slots$|Memcpy PtoP|all_?gather|reduce_?scatter|SendRecv", re.IGNORECASE),
     "other": re.compile(""),
 }
 IDLE = "idle"
