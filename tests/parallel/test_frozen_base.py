@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +435,37 @@ def test_views_of_whole_rows_write_into_the_weight(transposed: bool) -> None:
         assert torch.equal(by_view(write), want.dequantize()), name
     assert type(want.flatten(1)) is torch.Tensor, "its blocks would be cut"
     assert torch.equal(want.flatten(1), want.dequantize().flatten(1))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(32, 64), (4, 32, 64)])
+def test_views_of_single_rows_and_of_whole_blocks_write_into_the_weight(shape: tuple[int, ...], transposed: bool) -> None:
+    """Rows are the ones that blocks run along: those of N, of a transposed weight (..., K, N) its columns."""
+    last = shape[::-1][:2] if transposed else shape[-2:]
+    new = torch.randn(*shape[:-2], *last, dtype=torch.bfloat16)
+    n, k, rows = (-1, -2, (slice(None),)) if transposed else (-2, -1, ())
+    want = MXWeight.of(new, transposed).dequantize()
+    views: dict[str, Callable[[Tensor], Iterable[Tensor]]] = {
+        "select": lambda w: [w.select(n, number) for number in range(32)],
+        "unbind": lambda w: w.unbind(n),
+        "slices of blocks": lambda w: [w.narrow(k, 0, 32), w.narrow(k, 32, 32)],
+        "chunks of blocks": lambda w: w.chunk(2, dim=k),
+        "no start, an end beyond": lambda w: [w[..., :32, *rows], w[..., 32:999, *rows]],
+        "rows of an expert": lambda w: [row for part in (w if w.dim() == 3 else [w]) for row in part.unbind(n)],
+    }
+    for name, view in views.items():
+        weight = MXWeight.of(torch.zeros_like(new), transposed, keep_dgrad_form=True)
+        with torch.no_grad():
+            for part, value in zip(view(weight), view(new), strict=True):
+                assert isinstance(part, MXWeight)
+                assert part.shape == value.shape
+                part.copy_(value)
+        assert torch.equal(weight.dequantize(), want), name
+        assert weight.kept is not None
+        assert weight.kept.writes == len(list(view(new)))
+    cut = MXWeight.of(new, transposed)
+    for part in (cut.narrow(k, 0, 16), cut.select(k, 3), cut.chunk(4, dim=k)[1]):
+        assert type(part) is torch.Tensor, "its blocks would be cut"
 
 
 def test_writing_an_expert_renews_its_dgrad_form() -> None:

@@ -261,23 +261,43 @@ def _of_fsdp(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> MXWeight
 
 
 def _along(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
-    """`_ALONG`'s operators over the leading dimensions, or over rows of blocks; None where blocks would be cut."""
+    """`_ALONG`'s operators over the leading dimensions, rows of blocks, or whole blocks; None where blocks would be cut."""
     at = _ALONG[func]
     given = args[at] if len(args) > at else kwargs.get("dim", 0)
     dims = weight.dim() + (func is aten.unsqueeze.default)
     dim = given % dims
-    of_rows = dims - (1 if weight.transposed else 2)  # the dimension of N
-    takes_rows = func in (aten.slice.Tensor, aten.split.Tensor)
-    if dim >= dims - 2 and not (takes_rows and dim == of_rows):
+    of_rows, of_blocks = (dims - 1, dims - 2) if weight.transposed else (dims - 2, dims - 1)  # the dimensions of N and of K
+    if dim >= dims - 2 and func in (aten.unsqueeze.default, aten.squeeze.dim):
         return None
-    inner = dims - 2 if dim == of_rows else dim
+    inner = {of_rows: dims - 2, of_blocks: dims - 1}.get(dim, dim)
+    before, after = args[1:at], args[at + 1 :]
     rest = {name: value for name, value in kwargs.items() if name != "dim"}
-    called = [func(part, *args[1:at], inner, *args[at + 1 :], **rest) for part in (weight.qdata, weight.scale)]
+    of_scale = before, after
+    if dim == of_blocks:
+        whole = _in_blocks(func, before, after, weight.qdata.shape[-1])
+        if whole is None or rest:
+            return None
+        of_scale = whole
+    parts = (weight.qdata, before, after), (weight.scale, *of_scale)
+    called = [func(part, *first, inner, *then, **rest) for part, first, then in parts]
     kept = weight.kept
+    # One row of blocks has no second dimension to be swapped with.
+    transposed = weight.transposed and not (dim == of_rows and func in (aten.select.int, aten.unbind.int))
     if func in (aten.split.Tensor, aten.unbind.int):
-        return [weight._like(*parts, kept=kept and kept.of_part()) for parts in zip(*called, strict=True)]
-    whole = func in (aten.unsqueeze.default, aten.squeeze.dim)
-    return weight._like(*called, kept=kept if whole else kept and kept.of_part())
+        return [weight._like(*parts, transposed=transposed, kept=kept and kept.of_part()) for parts in zip(*called, strict=True)]
+    same = func in (aten.unsqueeze.default, aten.squeeze.dim)
+    return weight._like(*called, transposed=transposed, kept=kept if same else kept and kept.of_part())
+
+
+def _in_blocks(func: Any, before: tuple, after: tuple, columns: int) -> tuple[tuple, tuple] | None:
+    """The arguments of a slice or split along K in units of blocks, before and after the dimension; None of what would cut blocks."""
+    numbers, others = (before, ()) if func is aten.split.Tensor else (after[:2], after[2:])
+    ends = [number if number is None else min(number, columns) for number in numbers]
+    cut = any(end is not None and end % MX_BLOCK for end in ends)
+    if cut or func not in (aten.slice.Tensor, aten.split.Tensor) or others not in ((), (1,)):
+        return None
+    whole = tuple(end if end is None else end // MX_BLOCK for end in ends)
+    return (whole, after) if func is aten.split.Tensor else (before, (*whole, *others))
 
 
 def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
