@@ -24,6 +24,17 @@ def check_tensors(where: str, device: torch.device | None = None, **values: obje
             raise ValueError(f"{where}: {name} is on {value.device}, want {device} like the rows; move it there")
 
 
+def check_type(where: str, want: type, name: str, value: object, do: str) -> None:
+    """Raise ValueError unless a value is an instance of `want`."""
+    if not isinstance(value, want):
+        raise ValueError(f"{where}: {name} is {'None' if value is None else type(value).__name__}, want {want.__name__}; {do}")
+
+
+def check_model(where: str, model: object) -> None:
+    """Raise ValueError unless it is a module."""
+    check_type(where, torch.nn.Module, "model", model, "pass the model itself")
+
+
 def check_count(where: str, name: str, value: object, least: Literal[0, 1] = 1) -> None:
     """Raise ValueError unless `value` is a whole number of at least `least`, or a symbol of a traced graph."""
     if type(value) is int and value >= least:  # at once: asking for an abstract type costs the host as much as an operator

@@ -181,7 +181,7 @@ def resolve_recipe(recipe: str | Recipe | None) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     name = DEFAULT_RECIPE if recipe is None else recipe
-    found = RECIPES.get(ALIASES.get(name, name))
+    found = RECIPES.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if found is None:
         names = [*RECIPES, *ALIASES]
         near = get_close_matches(str(name).lower().replace("-", "_"), names, n=1)

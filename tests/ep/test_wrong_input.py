@@ -104,6 +104,10 @@ def test_arguments_that_are_no_tensor() -> None:
         "FusedMoE: x": lambda: mxep.FusedMoE(mxep.MoEConfig(D, 32, 2, 1))([1.0]),
         "MXLinear: input": lambda: MXLinear(torch.nn.Linear(D, 32), mxep.Recipe.named("mxfp8_gemm"))([1.0]),
         "grouped_mm: w": lambda: expert_mm(rows(), [1.0], OFFS, mxep.Recipe.named("hp")),
+        "permute: input": lambda: mxep.permute_mxfp8_fwd_hp_bwd([1.0], COUNTS, 1, 2),
+        "main_grad": lambda: mxep.to_mxfp8_then_scaled_grouped_mm(
+            rows(), weight().requires_grad_().transpose(1, 2), OFFS, wgrad_with_hp=True, main_grad=[1.0]
+        ),
         "lora b2": lambda: mxep.fused_experts(
             rows(), chosen, chosen.float(), w1, None, w2, None, num_experts=2, group="", lora=mxep.moe.ExpertLora(None, None, w2, [1.0])
         ),
@@ -120,6 +124,8 @@ def test_nothing_where_a_tensor_is_wanted() -> None:
         "A": lambda: mxep.to_mxfp8_then_scaled_grouped_mm(None, weight(), OFFS),
         "x": lambda: mxep.fused_experts(None, chosen, chosen.float(), w1, None, w2, None, num_experts=2, group=""),
         "data": lambda: mxep.to_mx(None),
+        "permute: input": lambda: mxep.permute_mxfp8_fwd_hp_bwd(None, COUNTS, 1, 2),
+        "router_weight": lambda: mxep.fused_moe(rows(), None, w1, None, w2, None, top_k=1, num_experts=2, group=""),
     }.items():
         with raises_naming(f"{name} is None, want a torch.Tensor"):
             call()
@@ -129,6 +135,50 @@ def test_nothing_where_a_tensor_is_wanted() -> None:
         mxep.parallel.build_meshes(0, mxep.parallel.ParallelDims(), "cpu")
     with raises_naming("from_qdata_and_scales", "qdata () with scales ()"):
         mxep.MXTensor.from_qdata_and_scales(torch.zeros((), dtype=torch.float8_e4m3fn), torch.zeros((), dtype=torch.uint8), torch.float32)
+
+
+def test_other_types() -> None:
+    chosen, config = torch.zeros(ROWS, 1, dtype=torch.int64), mxep.MoEConfig(D, 32, 2, 1)
+    w1, w2 = torch.randn(2, 64, D), torch.randn(2, D, 32)
+    models = mxep.convert_experts, mxep.convert_linears, mxep.quantize_base, mxep.dequantize_base, mxep.unconvert
+    for call in models:
+        with raises_naming(f"{call.__name__}: model is None, want Module"):
+            call(None)
+    for call, *named in (
+        (lambda: mxep.MoE(None), "MoE: config is None, want MoEConfig"),
+        (lambda: mxep.moe.Router(64), "Router: config is int, want MoEConfig"),
+        (lambda: mxep.FusedMoE.of(None), "FusedMoE.of: moe is None, want MoE"),
+        (lambda: ExchangePlan.from_counts(COUNTS, "ep"), "ExchangePlan: group is str, want ProcessGroup"),
+        (lambda: mxep.MoE(config, ["hp"]), "recipe: ['hp'] is unknown, want one of"),
+        (lambda: mxep.linear_cross_entropy(rows(), w2[0].t(), chosen[:, 0], recipe=None), "linear_cross_entropy: recipe is None", "'hp'"),
+        (
+            lambda: mxep.fused_experts(rows(), chosen, chosen.float(), w1, None, w2, None, num_experts=2, group="", lora=3),
+            "lora is int, want ExpertLora",
+        ),
+        (
+            lambda: mxep.to_mxfp8_then_scaled_grouped_mm(rows(), weight().transpose(1, 2), OFFS, kernel_preference="cuda"),
+            "kernel_preference='cuda', want AUTO, EMULATED, or one of",
+        ),
+    ):
+        with raises_naming(*named):
+            call()
+
+
+def test_a_second_backward_into_a_gradient_in_mx() -> None:
+    """Autograd adds to it in place; the error says what to do, and that works."""
+    x = rows().requires_grad_()
+
+    def backward() -> None:
+        mxep.a2a_combine_hp_fwd_mxfp8_bwd(x, [ROWS], [ROWS], "").sum().backward()
+
+    backward()
+    assert isinstance(x.grad, mxep.MXTensor)
+    first = x.grad.dequantize()
+    with raises_naming("writes into an MXTensor", "x.grad = x.grad.dequantize()"):
+        backward()
+    x.grad = x.grad.dequantize()
+    backward()
+    assert torch.equal(x.grad, 2 * first)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.0, True, "1", None])

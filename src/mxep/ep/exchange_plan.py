@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mxep.checks import values_checked
+from mxep.checks import check_type, values_checked
 from mxep.comm import exchange_counts
 
 
@@ -53,6 +53,10 @@ class ExchangePlan:
             raise ValueError(f"ExchangePlan: counts is {got}, want (E,) int32 or int64, rows per expert")
         if values_checked(counts) and min(counts.tolist(), default=0) < 0:  # host sync: only in checking mode
             raise ValueError(f"ExchangePlan: the counts are {counts.tolist()}, want rows per expert, at least 0")
+        if group is not None:
+            check_type(
+                "ExchangePlan", dist.ProcessGroup, "group", group, "mesh.get_group() or dist.group.WORLD has one, None is this rank alone"
+            )
         counts = counts.long()
         if group is None or dist.get_world_size(group) == 1:
             rows = [int(counts.sum())]  # host sync: the splits are host lists

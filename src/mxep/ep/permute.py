@@ -122,6 +122,7 @@ def permute_mxfp8_fwd_hp_bwd(
         ([32, 32], [32, 64], [0, 1, -1, -1], [2, 3])
     """
     where = "permute"
+    check_tensors(where, input=mx)
     if use_mxfp8 and not isinstance(mx, MXTensor):
         raise ValueError(f"{where}: input is a plain {mx.dtype} tensor, want an MXTensor (from dispatch), or use_mxfp8=False")
     check_group_alignment(where, group_size_multiple_of)

@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from mxep.checks import check_tensors, check_type
 from mxep.comm import group_name_of
 from mxep.fused.autograd import is_fused, run_layer, saved_memory
 from mxep.fused.options import allowed_topk, check_layout, check_topk, kept_config, resolve_runtime
@@ -110,6 +111,7 @@ def fused_moe(
         torch.Size([16, 64])
     """
     check_layout(_WHERE, x, w1, w2, layout)
+    check_tensors(_WHERE, router_weight=router_weight)
     check_activation(_WHERE, activation, swiglu)
     hidden = w2.shape[-1]
     router = kept_config(
@@ -193,6 +195,7 @@ def fused_experts(
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
     shape = kept_config(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation=activation)
+    check_type(_GIVEN, ExpertLora, "lora", ExpertLora() if lora is None else lora, "mxep.moe.ExpertLora holds the factors")
     weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora or ExpertLora())
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
     return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
@@ -251,6 +254,7 @@ class FusedMoE(MoE):
             ValueError: `moe` is wrapped already (FSDP), its configuration has no fused form, or the module or a part of it has another
                 forward or hooks, which a fused layer would not run.
         """
+        check_type("FusedMoE.of", MoE, "moe", moe, "convert_experts takes other models' layers")
         parts = (moe, MoE), (moe.router, Router), (moe.experts, Experts), (getattr(moe.router, "gate", None), nn.Linear)
         steps = *((part, kind, "forward") for part, kind in parts), *((moe, MoE, step) for step in _STEPS)
         if any(isinstance(part, FSDPModule) or getattr(type(part), step, None) is not getattr(kind, step) for part, kind, step in steps):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mxep.checks import check_mode, check_tensors, values_checked
+from mxep.device import GEMM_PATHS
 from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
 from mxep.grouped_mm.products import GemmOptions, LoraProduct, SavedForm, Weights, gemm_options, multiply_rows, saved_operand, saved_tensors
 from mxep.grouped_mm.wgrad_gemm import add_wgrad, wgrad_gemm
@@ -198,6 +199,7 @@ class _GroupedMM(torch.autograd.Function):
 
 def _check_main_grad(main_grad: torch.Tensor, b_t: torch.Tensor) -> None:
     """Raise ValueError unless main_grad is a contiguous float32 tensor of w's shape (L, N, K) on its device."""
+    check_tensors(_WHERE, main_grad=main_grad)
     want = (b_t.shape[0], b_t.shape[2], b_t.shape[1])
     if torch.compiler.is_compiling():
         raise ValueError(f"{_WHERE}: main_grad in a compiled graph, want an eager call; a graph cannot add to it in backward")
@@ -302,6 +304,10 @@ def to_mxfp8_then_scaled_grouped_mm(
     """
     check_tensors(_WHERE, A=A, B_t=B_t)
     name = str(getattr(kernel_preference, "value", kernel_preference))
+    if name not in ("auto", "emulated", *GEMM_PATHS):
+        raise ValueError(
+            f"{_WHERE}: kernel_preference={kernel_preference!r}, want AUTO, EMULATED, or one of {', '.join(GEMM_PATHS)}; use AUTO"
+        )
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
     options = gemm_options(A.device, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
     return _checked_grouped_mm(A, B_t, offs, bias, out_dtype, options, main_grad)

@@ -98,6 +98,8 @@ def linear_cross_entropy(
             raise ValueError(f"{_WHERE}: label {int(wrong[0])}, want 0 to {weight.shape[0] - 1} or {IGNORE}, which takes no part")
     if reduction not in ("sum", "mean"):
         raise ValueError(f"{_WHERE}: reduction={reduction!r}, want 'sum' or 'mean'; the losses of single tokens are never kept")
+    if recipe is None:
+        raise ValueError(f"{_WHERE}: recipe is None, want a preset's name or a Recipe; 'hp', the default, multiplies in hidden's dtype")
     chosen, gemm = resolve_recipe(recipe), None
     if chosen.gemm == "mxfp8":
         check_mx_projection(_WHERE, chosen, hidden.shape[1])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mxep.checks import check_tensors
+from mxep.checks import check_tensors, check_type
 from mxep.ep.blocks import combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
@@ -62,6 +62,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: MoEConfig, recipe: str | Recipe | None = "mxfp8_wgrad_with_hp") -> None:
         super().__init__()
+        check_type("MoE", MoEConfig, "config", config, "make one")
         self.config = config
         self.group: ProcessGroup | None = None
         self.router = Router(config)

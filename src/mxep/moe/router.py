@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 
-from mxep.checks import check_tensors
+from mxep.checks import check_tensors, check_type
 from mxep.moe.config import MoEConfig, RouterDtype
 from mxep.mx.compile import in_graph
 from mxep.ops.routing.router_reference import bf16_parts
@@ -223,6 +223,7 @@ class Router(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
+        check_type("Router", MoEConfig, "config", config, "make one")
         self.config = config
         self.gate = nn.Linear(config.dim, config.num_experts, bias=False)
 

@@ -367,7 +367,14 @@ def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
                 raise _write_error(str(func), value)
 
 
+def _instead_of(where: str, mx: MXTensor) -> str:
+    """What to do instead of a write. Autograd adds to a leaf's gradient in place, where its user writes nothing."""
+    if type(mx) is MXTensor and where.startswith("aten.add_"):
+        return f"{mx._instead_of_writing}; if it is the .grad of an earlier backward: x.grad = None, or x.grad = x.grad.dequantize()"
+    return mx._instead_of_writing
+
+
 def _write_error(where: str, mx: MXTensor) -> ValueError:
     return ValueError(
-        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; {mx._instead_of_writing}"
+        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; {_instead_of(where, mx)}"
     )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mxep.checks import check_model
 from mxep.grouped_mm.function import recipe_grouped_mm
 from mxep.moe.experts import Experts
 from mxep.recipe import Recipe, resolve_recipe
@@ -224,6 +225,7 @@ def convert_experts(
         >>> model[0].experts.recipe.name
         'mxfp8_wgrad_with_mx'
     """
+    check_model("convert_experts", model)
     patterns = as_patterns(fqns) or []
     recipes = {pattern: resolve_recipe(value) for pattern, value in recipe.items()} if isinstance(recipe, Mapping) else None
     single = None if isinstance(recipe, Mapping) else resolve_recipe(recipe)

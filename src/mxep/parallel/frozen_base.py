@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mxep.checks import check_model
 from mxep.moe import Experts, Router
 from mxep.mx.weight import MXWeight
 from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, shown_names
@@ -85,6 +86,7 @@ def quantize_base(
         >>> model[0].weight
         MXWeight(shape=(128, 64), dtype=torch.float32, device=cpu)
     """
+    check_model(_WHERE, model)
     chosen = chosen_weights(model, fqns, skip)
     for fqn, (module, name) in chosen.items():
         parameter = module._parameters[name]
@@ -166,6 +168,7 @@ def dequantize_base(model: nn.Module, fqns: str | Sequence[str] | None = None) -
         >>> mxep.dequantize_base(model, "1")
         ['1.weight']
     """
+    check_model("dequantize_base", model)
     known, patterns = base_weights(model), as_patterns(fqns)
     frozen = {name: place for name, place in known.items() if isinstance(place[0]._parameters[place[1]], MXWeight)}
     check_patterns("dequantize_base", patterns or [], "weight frozen in MX", frozen)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mxep.checks import check_model
 from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.moe import Router
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -174,6 +175,7 @@ def convert_linears(
         >>> mxep.convert_linears(model, recipe="mxfp8", skip=["2"])
         ['0']
     """
+    check_model("convert_linears", model)
     chosen_recipe = resolve_recipe(recipe)
     patterns, skipped = as_patterns(fqns), as_patterns(skip) or []
     everywhere = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names

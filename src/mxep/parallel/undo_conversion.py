@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from mxep.checks import check_model
 from mxep.moe.experts import Experts
 from mxep.parallel.conversion import as_patterns, converted_recipe, how_to_name, matches_any, matches_name, restore_experts, shown_names
 from mxep.parallel.linears import MXLinear, restore_linear
@@ -50,6 +51,7 @@ def unconvert(model: nn.Module, fqns: str | Sequence[str] | None = None) -> list
           (1): Linear(in_features=96, out_features=64, bias=True)
         )
     """
+    check_model("unconvert", model)
     patterns = as_patterns(fqns)
     modules = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names
     restore: dict[nn.Module, Callable[[], None]] = {}
