@@ -76,12 +76,12 @@ _GRAPHED = EAGER, COMPILED, *OURS
 MICROBATCHES = 4  # calls of a graph
 _LIMITS = {"bf16": "dense_bf16", "hp": "dense_hp_wgrad", "hp_kept": "dense_hp_wgrad"}  # the others': dense_fp8
 RESULTS = ("y", "dx", "dscores", "dw1", "dw2")
-_MOST = {"bf16": 0.02, "fp8": 0.15}  # relative errors of the whole results
-_MOST_OF_A_ROW = 0.5
+_MOST = {"bf16": 0.01, "fp8": 0.09}  # relative errors of the whole results: recorded ones are up to 0.006 and 0.069
+_MOST_OF_A_ROW, _MOST_OF_SCORES = 0.5, 1.5  # a row of dscores has C numbers, which may be small; with a wrong sign it is off by 2
 _LEAST_TOKENS = MX_BLOCK  # of an expert: a row of dW1 of few tokens may cancel to almost nothing, and its relative error has no bound
 _CHECK = (
     f"relative errors of y, dx, dscores, dW1 and dW2 against float64: at most {_MOST['bf16']} of arms in bf16 and {_MOST['fp8']} of "
-    f"others, of the worst row of each (of dscores excepted) at most {_MOST_OF_A_ROW}, for dW1 and dW2 of experts with at least "
+    f"others, of the worst row of each at most {_MOST_OF_A_ROW} (dscores: {_MOST_OF_SCORES}), for dW1 and dW2 of experts with at least "
     f"{_LEAST_TOKENS} tokens"
 )
 _HOST_BATCH = 4  # calls whose launches fit into the device's queue
@@ -299,9 +299,9 @@ def error_problem(arm: str, errors: Mapping[str, Mapping[str, float]]) -> str | 
     """The first result of an arm that is too far from float64, None if none is."""
     most = _MOST["fp8" if arm in FP8_PEERS or OURS.get(arm, ("hp",))[0] != "hp" else "bf16"]
     for name, error in errors.items():
-        row = 0.0 if name == "dscores" else error.get("row", 0.0)
-        if not (error["all"] <= most and row <= _MOST_OF_A_ROW):
-            return f"{arm}: {name} is off by {error['all']:.3g}, its worst row by {row:.3g}, want at most {most} and {_MOST_OF_A_ROW}"
+        row, most_of_a_row = error.get("row", 0.0), _MOST_OF_SCORES if name == "dscores" else _MOST_OF_A_ROW
+        if not (error["all"] <= most and row <= most_of_a_row):
+            return f"{arm}: {name} is off by {error['all']:.3g}, its worst row by {row:.3g}, want at most {most} and {most_of_a_row}"
     return None
 
 
