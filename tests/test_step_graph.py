@@ -30,6 +30,20 @@ def test_inputs_are_copied_into_the_memory_of_the_first_call() -> None:
         graph(total, [Batch(torch.zeros(3, dtype=torch.int64), torch.tensor([1, 2]), None)] * 2, torch.tensor(2.0))
 
 
+def test_inputs_that_a_replay_cannot_serve() -> None:
+    ones = torch.ones(2)
+    for first, then, problem in (
+        (ones, ones.clone().requires_grad_(), "requires a gradient"),
+        (None, ones, "is a Tensor, want a NoneType as in the first call"),
+        (3, torch.tensor(3), "is a Tensor, want a int"),
+        (ones, 3, "is a int, want a Tensor"),
+    ):
+        graph = StepGraph(torch.device("cpu"), Recorder(()))
+        graph(lambda given: torch.zeros(()), first)
+        with pytest.raises(ValueError, match=problem):
+            graph(lambda given: torch.zeros(()), then)
+
+
 def test_inputs_are_not_cast() -> None:
     """A learning rate of another dtype would be rounded in every later step."""
     graph = StepGraph(torch.device("cpu"), Recorder(()))

@@ -94,7 +94,11 @@ class StepGraph:
             self._inputs = tree_map_only(Tensor, lambda given: torch.empty_like(given, device=self._device), inputs)
         own, structure = tree_flatten(self._inputs)
         for held, given in zip(own, structure.flatten_up_to(inputs), strict=True):  # dicts by key, not by order
+            if isinstance(given, Tensor) != isinstance(held, Tensor):
+                raise ValueError(f"StepGraph: an input is a {type(given).__name__}, want a {type(held).__name__} as in the first call")
             if isinstance(given, Tensor):
+                if given.requires_grad:
+                    raise ValueError("StepGraph: an input requires a gradient, which a replay would not give it, want detached inputs")
                 if (held.shape, held.dtype) != (given.shape, given.dtype):
                     got, want = (f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (given, held))
                     raise ValueError(f"StepGraph: an input of {got}, want {want} as in the first call")

@@ -157,7 +157,7 @@ def test_other_types() -> None:
         ),
         (
             lambda: mxep.to_mxfp8_then_scaled_grouped_mm(rows(), weight().transpose(1, 2), OFFS, kernel_preference="cuda"),
-            "kernel_preference='cuda', want AUTO, EMULATED, or one of",
+            "kernel_preference='cuda' is unknown, want one of auto, emulated",
         ),
     ):
         with raises_naming(*named):

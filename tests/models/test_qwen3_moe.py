@@ -83,6 +83,16 @@ def test_gradients_reach_every_parameter(recipe: str, dtype: torch.dtype) -> Non
         assert bool(p.grad.any()), name
 
 
+@pytest.mark.parametrize("name", ["qwen3_debug_cpu", "dsv3_debug_cpu"])
+def test_training_after_a_first_call_in_inference_mode(name: str) -> None:
+    """What a decoder keeps from its first call is no inference tensor, which autograd cannot save."""
+    model, tokens = build_model(MODELS[name], resolve_recipe("hp")), torch.randint(64, (1, 16))
+    model.init_weights(0)
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens).sum().backward()
+
+
 def test_labels_give_the_loss_of_the_logits() -> None:
     model = build()
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))

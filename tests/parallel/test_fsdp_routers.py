@@ -105,6 +105,39 @@ def test_an_evaluation_leaves_no_gate_gathered(fused: bool, one_rank: None) -> N
     assert not torch.equal(*loads)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_evaluation_of_a_part_leaves_no_gate_gathered(fused: bool, one_rank: None) -> None:
+    """As where averaged weights are swapped in for features of the inner model, and the run's own back before the next forward."""
+    net, meshes = nn.Sequential(OneLayer(layer_with_near_ties("fp32"), False), nn.Linear(D, D)), build_meshes(1, 1, "cpu")
+    if fused:
+        fuse_layers(net)
+    part = net[0]
+    (layer,) = part.layers
+    parallelize_moe(layer, meshes.ep)
+    apply_fsdp(net, meshes, blocks=[layer, part], param_dtype=torch.bfloat16)
+    x, loads, gate = torch.randn(50, D), [], layer.router.gate.weight
+    with torch.no_grad():
+        for sign in (-1, 1):
+            gate.to_local().mul_(sign)
+            part(x)
+            layer.reset_load()
+            part(x)
+            loads.append(layer.tokens_per_expert.clone())
+            gate.to_local().neg_()
+    assert not torch.equal(*loads)
+
+
+@pytest.mark.parametrize("order", ["outer first", "twice"])
+def test_blocks_in_any_order(order: str, one_rank: None) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    net, x = nn.Sequential(inner, nn.Linear(D, D)), torch.randn(8, D)
+    want = net(x).detach()
+    apply_fsdp(net, build_meshes(1, 1, "cpu"), blocks=[net, inner, *inner] if order == "outer first" else [*inner, inner, *inner])
+    assert torch.equal(net(x).detach(), want)
+    assert sum(isinstance(module, FSDPModule) for module in net.modules()) == 4
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -121,6 +121,11 @@ def test_regions_take_and_return_plain_tensors(dim: int) -> None:
         dist.destroy_process_group()
 
 
+class _Tripled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
 def refusals(rank: int, world: int) -> None:
     meshes = build_meshes(world, ParallelDims(tp=2), "cpu")
     with pytest.raises(ValueError, match=r"\(7, 4\) has 7 values to share, not divisible by the TP degree 2"):
@@ -129,6 +134,12 @@ def refusals(rank: int, world: int) -> None:
         parallelize_module(nn.Linear(4, 24, bias=False), meshes.tp, ColumnShards(unit=8))
     with pytest.raises(ValueError, match=r"Bilinear is no torch\.nn\.Linear without bias"):
         parallelize_module(nn.Bilinear(4, 4, 4), meshes.tp, RowShards())
+    own, watched = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    own.forward = lambda x: 3 * x  # type: ignore[method-assign, assignment]
+    watched.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    for linear, problem in ((_Tripled(4, 4, bias=False), "a forward of its own"), (own, "a forward of its own"), (watched, "has hooks")):
+        with pytest.raises(ValueError, match=problem):
+            parallelize_module(nn.Sequential(linear), meshes.tp, {"0": ColumnShards()})
     with pytest.raises(ValueError, match="a sequence of 5 tokens is not divisible by the TP degree 2"):
         parallelize_module(nn.Identity(), meshes.tp, SlicedSequence(1))(torch.zeros(1, 5))
     with pytest.raises(ValueError, match="tp=2, replicate=1, want 1 of both; use apply_fsdp"):

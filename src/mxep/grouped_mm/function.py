@@ -306,7 +306,7 @@ def to_mxfp8_then_scaled_grouped_mm(
     name = str(getattr(kernel_preference, "value", kernel_preference))
     if name not in ("auto", "emulated", *GEMM_PATHS):
         raise ValueError(
-            f"{_WHERE}: kernel_preference={kernel_preference!r}, want AUTO, EMULATED, or one of {', '.join(GEMM_PATHS)}; use AUTO"
+            f"{_WHERE}: kernel_preference={kernel_preference!r} is unknown, want one of auto, emulated, {', '.join(GEMM_PATHS)}; use 'auto'"
         )
     mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
     options = gemm_options(A.device, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)

@@ -185,7 +185,8 @@ class Decoder(nn.Module):
         """The table of rotations (max_seq_len, rope / 2) complex64, computed at the first call."""
         if self._rope is None or self._rope.device != device:
             c = self.config
-            self._rope = rope_table(c.rope_theta, c.rope_width, c.max_seq_len, c.yarn).to(device)
+            with torch.inference_mode(False):  # training saves it for backward, wherever the first call was
+                self._rope = rope_table(c.rope_theta, c.rope_width, c.max_seq_len, c.yarn).to(device)
         return self._rope
 
     def moe_layers(self) -> list[MoE]:

@@ -83,7 +83,8 @@ def apply_fsdp(
     if blocks is None:
         layers = getattr(model, "layers", None)
         blocks = [] if layers is None else layers.values() if isinstance(layers, nn.ModuleDict) else layers
-    blocks = [*blocks, model]
+    order = {module: index for index, module in enumerate(model.modules())}  # parents before children
+    blocks = [*sorted(set(blocks) - {model}, key=lambda block: order.get(block, -1), reverse=True), model]  # inner ones first
     if outside := set(blocks).difference(model.modules()):
         got = ", ".join(sorted(type(block).__name__ for block in outside))
         raise ValueError(f"apply_fsdp: blocks of {got} are no modules of the model, want some of model.modules(); pass those that it holds")
@@ -117,7 +118,8 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
-    model.register_forward_hook(_free_after_evaluation)
+    for block in blocks:  # somebody may evaluate a part of the model alone
+        block.register_forward_hook(functools.partial(_free_after_evaluation, whole=weakref.ref(model)))
     for module in blocks:
         module.register_forward_pre_hook(_free_old_values, prepend=True)  # before those of FSDP, which gather
     return model
@@ -145,10 +147,10 @@ def _free_old_values(module: nn.Module, args: Any) -> None:
             unit.reshard()
 
 
-def _free_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
+def _free_after_evaluation(part: nn.Module, args: Any, output: Any, whole: weakref.ref[nn.Module]) -> None:
     """Without gradients no backward follows that would free what its units keep gathered: the next forward would read old values."""
-    if not torch.is_grad_enabled() and model not in _reshard_later:
-        for unit in model.modules():
+    if not torch.is_grad_enabled() and whole() not in _reshard_later:
+        for unit in part.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
 
@@ -165,7 +167,7 @@ def reshard_once(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         _reshard_later.difference_update(models)
         for model in models:
-            _free_after_evaluation(model, (), None)
+            _free_after_evaluation(model, (), None, weakref.ref(model))
 
 
 def _is_sharded(module: nn.Module) -> bool:

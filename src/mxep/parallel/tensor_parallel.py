@@ -47,6 +47,17 @@ class ColumnShards(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear) or module.bias is not None:
             raise ValueError(f"tensor parallelism: {type(module).__name__} is no torch.nn.Linear without bias, want one")
+        # A shard has a forward of its own (`_linear_of_shard`), and a parameter of its own.
+        if "forward" in vars(module) or (not isinstance(module, MXLinear) and type(module).forward is not nn.Linear.forward):
+            raise ValueError(
+                f"tensor parallelism: {type(module).__name__} has a forward of its own, which its shard would not run, want that of "
+                "torch.nn.Linear; shard it before something wraps it, or leave it out"
+            )
+        if module.weight._backward_hooks or module.weight._post_accumulate_grad_hooks:
+            raise ValueError(
+                "tensor parallelism: the weight has hooks, which the sharded parameter in its place would not run, want none yet; register "
+                "them afterwards"
+            )
         parts = module.weight.shape[self.dim] // self.unit
         if parts % device_mesh.size():
             of = f"{parts} heads of {self.unit}" if self.unit > 1 else f"{parts} values"
