@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mxep
+from mxep.grouped_mm import expert_mm
 from mxep.mx import MXWeight
 from mxep.mx.tensor import dequantize_data
 from mxep.operators import direct
@@ -466,6 +467,17 @@ def test_views_of_single_rows_and_of_whole_blocks_write_into_the_weight(shape: t
     cut = MXWeight.of(new, transposed)
     for part in (cut.narrow(k, 0, 16), cut.select(k, 3), cut.chunk(4, dim=k)[1]):
         assert type(part) is torch.Tensor, "its blocks would be cut"
+
+
+def test_slices_along_k_are_multiplied_as_they_are() -> None:
+    whole, offs = MXWeight.of(torch.randn(2, 32, 128, dtype=torch.bfloat16)), torch.tensor([32, 64], dtype=torch.int32)
+    for start in (0, 32, 64):
+        part, rows = whole[..., start : start + 64], torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+        alone = part.clone()
+        assert isinstance(part, MXWeight)
+        got, want = (expert_mm(rows, weight, offs, mxep.Recipe.named("mxfp8_wgrad_with_hp")) for weight in (part, alone))
+        assert torch.equal(got, want)
+        assert torch.equal(*(torch.autograd.grad(out.sum(), rows)[0] for out in (got, want)))
 
 
 def test_writing_an_expert_renews_its_dgrad_form() -> None:

@@ -241,7 +241,9 @@ def _quantize_weight(weight: Tensor, mode: str) -> Bytes:
 
 def _concat_bytes(parts: list[Tensor], dim: int) -> Tensor:
     """Data or scales of several weights as one tensor."""
-    return parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
+    if len(parts) == 1:
+        return parts[0].contiguous()  # a slice along K starts where kernels that read words cannot
+    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(parts[0].dtype)
 
 
 class Weights:
