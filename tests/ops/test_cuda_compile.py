@@ -222,23 +222,8 @@ VARIANTS = {
 
 
 def compiled(text: str, name: str) -> tuple[bytes, str]:
-    """The cubin, and what ptxas says of it, by the compiler and the flags that mxep has at run time."""
-
-    def call(function: str, *args: object) -> object:
-        status, *result = getattr(bindings, function)(*args)
-        return result[0] if result else int(status)
-
-    bindings = pytest.importorskip("cuda.bindings.nvrtc")
-    program = call("nvrtcCreateProgram", text.encode(), name.encode(), 0, [], [])
-    flags = [flag.encode() for flag in (f"--gpu-architecture={nvrtc.CHIP}", *nvrtc.FLAGS, "--ptxas-options=-v")]
-    failed = call("nvrtcCompileProgram", program, len(flags), flags)
-    report = b" " * call("nvrtcGetProgramLogSize", program)
-    call("nvrtcGetProgramLog", program, report)
-    assert not failed, report.decode()[-3000:]
-    cubin = b" " * call("nvrtcGetCUBINSize", program)
-    call("nvrtcGetCUBIN", program, cubin)
-    call("nvrtcDestroyProgram", program)
-    return cubin, report.decode()
+    """The cubin, and what ptxas says of it."""
+    return nvrtc.compiled(text, name, nvrtc.CHIP, "--ptxas-options=-v")
 
 
 def assert_no_complaint(report: str) -> None:

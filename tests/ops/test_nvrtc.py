@@ -35,7 +35,7 @@ def test_a_cached_cubin_is_not_compiled_again(cache: Path, monkeypatch: pytest.M
     first = nvrtc.cubin(KERNEL, "nothing")
     assert first[:4] == b"\x7fELF"
     assert [path.name.split("-")[0] for path in cache.iterdir()] == ["nothing"]
-    monkeypatch.setattr(nvrtc, "_compile", never)
+    monkeypatch.setattr(nvrtc, "compiled", never)
     assert nvrtc.cubin(KERNEL, "nothing") == first
     for change in ({"CHIP": "sm_100a"}, {"FLAGS": ("--std=c++20",)}):
         with monkeypatch.context() as other:

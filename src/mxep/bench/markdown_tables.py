@@ -21,7 +21,7 @@ from mxep.bench.records import (
     routing_of,
 )
 from mxep.bench.tables import device_us
-from mxep.bench.training import BASELINE, DEGREES, LAST_LOSSES, LAYERS, UTILIZATIONS, loss_gaps, mean_ms, share_text, utilizations
+from mxep.bench.training import BASELINE, DEGREES, LAST_LOSSES, LAYERS, UTILIZATIONS, loss_gaps_text, mean_ms, share_text, utilizations
 from mxep.train.metrics import read_metrics
 
 Records = Sequence[Record]
@@ -179,11 +179,8 @@ def experts_table(records: Records) -> str:
         base = min(ms["bf16_total"], ms["bf16_compiled_total"]) / ms["bf16_total"]
         speeds = (_ratio_of_limit(record, f"{arm}total_vs_torch_bf16", base) for arm in _EXPERT_ARMS)
         rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
-    header = _bars(
-        "experts, forward + backward, against torch in bf16, the faster of eager and compiled",
-        *_EXPERT_ARMS.values(),
-        "saved by bf16 / fused, MiB",
-    )
+    what = "experts, forward + backward, against torch in bf16, the faster of eager and compiled"
+    header = _bars(what, *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB")
     parts = [markdown(header, rows)]
     least = min(record["shape"]["T"] for record in records)
     if few := [record for record in records if "host_us" in record and record["shape"]["T"] == least]:
@@ -474,21 +471,13 @@ def train_table(records: Records) -> str:
                 [f"{record['ratios'][ratio]:.2f}x"],
                 [f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else ""],
                 [f"{step['memory_gib']:.1f}" for step in steps],
-                [_gap_text(loss_gaps(record, arm, baseline))],
+                [loss_gaps_text(record, arm, baseline)],
                 *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
             ]
             rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
     gaps = f"loss above bf16's, last {LAST_LOSSES} steps: mean (least to most)"
     columns = f"a step, median | mean, ms | tokens per second | faster | estimate: GEMMs and exchange halved | GiB | {gaps}"
     return markdown(_bars("training | bf16 / other", columns, *UTILIZATIONS.values()), rows)
-
-
-def _gap_text(gaps: Sequence[float]) -> str:
-    """
-    >>> _gap_text([0.125, -0.25]), _gap_text([])
-    ('-0.062 (-0.250 to +0.125)', '')
-    """
-    return f"{statistics.fmean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})" if gaps else ""
 
 
 def published_table(records: Records) -> str:

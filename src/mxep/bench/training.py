@@ -184,6 +184,16 @@ def share_text(share: float | None) -> str:
     return "n/a" if share is None else f"{share:.1%}"
 
 
+def loss_gaps_text(record: dict[str, Any], arm: str, baseline: str) -> str:
+    """
+    >>> curves = {"mx": {"loss": [3.0, 2.5]}, "bf16": {"loss": [3.0, 2.25]}}
+    >>> loss_gaps_text({"curves": curves}, "mx", "bf16"), loss_gaps_text({}, "mx", "bf16")
+    ('+0.125 (+0.000 to +0.250)', '')
+    """
+    gaps = loss_gaps(record, arm, baseline)
+    return f"{statistics.fmean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})" if gaps else ""
+
+
 def curves_of(records: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Every step's number, loss and tokens per second, in lists of one length.
 

@@ -132,15 +132,15 @@ class StepProblem:
         self.optimizer.zero_grad()
 
     def _results(self, arm: str) -> dict[str, Tensor]:
-        """The loss, and gradients: copies of those that are compared by value, a number that is not 0 of the others."""
+        """The loss, copies of the gradients that are compared by value, and of each other one whether it is more than zeros."""
         loss = self.forwards[arm]()
         loss.backward()
         others = {f"layers.{layer}." for layer in range(1, self.layers - 1)} | {".gate."}
         results = {"loss": loss.detach()}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                some = any(part in name for part in others)
-                results[name] = parameter.grad.any() if some else parameter.grad.clone()
+                by_value = not any(part in name for part in others)
+                results[name] = parameter.grad.clone() if by_value else parameter.grad.any()
         self.optimizer.zero_grad()
         return results
 

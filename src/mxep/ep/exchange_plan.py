@@ -54,9 +54,7 @@ class ExchangePlan:
         if values_checked(counts) and min(counts.tolist(), default=0) < 0:  # host sync: only in checking mode
             raise ValueError(f"ExchangePlan: the counts are {counts.tolist()}, want rows per expert, at least 0")
         if group is not None:
-            check_type(
-                "ExchangePlan", dist.ProcessGroup, "group", group, "mesh.get_group() or dist.group.WORLD has one, None is this rank alone"
-            )
+            check_type("ExchangePlan", ProcessGroup, "group", group, "mesh.get_group() or dist.group.WORLD is one, None this rank alone")
         counts = counts.long()
         if group is None or dist.get_world_size(group) == 1:
             rows = [int(counts.sum())]  # host sync: the splits are host lists

@@ -195,8 +195,9 @@ def fused_experts(
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
     shape = kept_config(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation=activation)
-    check_type(_GIVEN, ExpertLora, "lora", ExpertLora() if lora is None else lora, "mxep.moe.ExpertLora holds the factors")
-    weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora or ExpertLora())
+    lora = ExpertLora() if lora is None else lora
+    check_type(_GIVEN, ExpertLora, "lora", lora, "mxep.moe.ExpertLora holds the factors")
+    weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora)
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
     return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
 

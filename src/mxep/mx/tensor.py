@@ -111,7 +111,10 @@ class MXTensor(torch.Tensor):
     orig_dtype: torch.dtype
     transposed: bool = False  # True of some `MXWeight`
     _parts: tuple[str, ...] = ("qdata", "scale", "orig_dtype")
-    _instead_of_writing = "use the out-of-place operator, or .dequantize() first"
+    # Autograd adds to a leaf's gradient in place, where its user writes nothing.
+    _instead_of_writing = (
+        "use the out-of-place operator, or .dequantize() first; before a second backward, x.grad = x.grad.dequantize(), or None"
+    )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -367,14 +370,7 @@ def _reject_writes(func: Any, args: tuple, kwargs: dict) -> None:
                 raise _write_error(str(func), value)
 
 
-def _instead_of(where: str, mx: MXTensor) -> str:
-    """What to do instead of a write. Autograd adds to a leaf's gradient in place, where its user writes nothing."""
-    if type(mx) is MXTensor and where.startswith("aten.add_"):
-        return f"{mx._instead_of_writing}; if it is the .grad of an earlier backward: x.grad = None, or x.grad = x.grad.dequantize()"
-    return mx._instead_of_writing
-
-
 def _write_error(where: str, mx: MXTensor) -> ValueError:
     return ValueError(
-        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; {_instead_of(where, mx)}"
+        f"{where}: writes into an MXTensor of shape {tuple(mx.shape)}, whose bytes cannot hold the result; {mx._instead_of_writing}"
     )

@@ -118,10 +118,9 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
-    for block in blocks:  # somebody may evaluate a part of the model alone
-        block.register_forward_hook(functools.partial(_free_after_evaluation, whole=weakref.ref(model)))
-    for module in blocks:
+    for module in blocks:  # each of them, as somebody may call or evaluate a part of the model alone
         module.register_forward_pre_hook(_free_old_values, prepend=True)  # before those of FSDP, which gather
+        module.register_forward_hook(functools.partial(_free_after_evaluation, whole=weakref.ref(model)))
     return model
 
 

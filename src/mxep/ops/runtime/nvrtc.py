@@ -64,7 +64,8 @@ def source(*files: str, options: dict[str, bool | int]) -> str:
     return "\n".join(lines)
 
 
-def _compile(text: str, name: str, chip: str) -> bytes:
+def compiled(text: str, name: str, chip: str, *more_flags: str) -> tuple[bytes, str]:
+    """The cubin of `text` and the compiler's log, without the cache; see `cubin`."""
     from cuda.bindings import nvrtc
 
     def call(function: str, *args: Any) -> Any:
@@ -74,15 +75,17 @@ def _compile(text: str, name: str, chip: str) -> bytes:
         return result[0] if result else None
 
     program = call("nvrtcCreateProgram", text.encode(), name.encode(), 0, [], [])
-    flags = [flag.encode() for flag in (f"--gpu-architecture={chip}", *FLAGS)]
-    if int(nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0]):
-        log = b" " * call("nvrtcGetProgramLogSize", program)
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise CudaCompilerError(f"nvrtc: {name} does not compile:\n{log.decode(errors='replace')}")
-    cubin = b" " * call("nvrtcGetCUBINSize", program)
-    call("nvrtcGetCUBIN", program, cubin)
+    flags = [flag.encode() for flag in (f"--gpu-architecture={chip}", *FLAGS, *more_flags)]
+    failed = int(nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0])
+    log = b" " * call("nvrtcGetProgramLogSize", program)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    report = log.decode(errors="replace")
+    if failed:
+        raise CudaCompilerError(f"nvrtc: {name} does not compile:\n{report}")
+    code = b" " * call("nvrtcGetCUBINSize", program)
+    call("nvrtcGetCUBIN", program, code)
     nvrtc.nvrtcDestroyProgram(program)
-    return cubin
+    return code, report
 
 
 def _digest(path: Path, cubin: bytes) -> bytes:
@@ -127,7 +130,7 @@ def cubin(text: str, name: str, chip: str | None = None) -> bytes:
     path = cache_folder() / f"{name}-{key}.cubin"
     found = _read(path)
     if found is None:
-        found = _compile(text, name, chip)
+        found, _ = compiled(text, name, chip)
         _keep(path, found)
     return found
 
