@@ -48,6 +48,16 @@ def test_a_cached_cubin_is_not_compiled_again(cache: Path, monkeypatch: pytest.M
 
 
 @needs_nvrtc
+def test_an_empty_log_writes_into_no_shared_bytes():
+    """It is one byte long, a zero, and Python has one object for all bytes of the same one character."""
+    code = f"""from mxep.ops.runtime import nvrtc
+shared = [bytes([value]) for value in range(256)]
+assert nvrtc.compiled({KERNEL!r}, "nothing", nvrtc.CHIP)[1] == ""
+assert [value for value, one in enumerate(shared) if ord(one) != value] == []"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("damage", [b"", b"short", None])
 def test_a_damaged_file_is_compiled_again(cache: Path, damage: bytes | None):
     first = nvrtc.cubin(KERNEL, "nothing")

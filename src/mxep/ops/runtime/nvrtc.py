@@ -77,15 +77,15 @@ def compiled(text: str, name: str, chip: str, *more_flags: str) -> tuple[bytes, 
     program = call("nvrtcCreateProgram", text.encode(), name.encode(), 0, [], [])
     flags = [flag.encode() for flag in (f"--gpu-architecture={chip}", *FLAGS, *more_flags)]
     failed = int(nvrtc.nvrtcCompileProgram(program, len(flags), flags)[0])
-    log = b" " * call("nvrtcGetProgramLogSize", program)
+    log = bytearray(call("nvrtcGetProgramLogSize", program))  # not bytes: NVRTC writes into it, and Python shares bytes of length one
     nvrtc.nvrtcGetProgramLog(program, log)
-    report = log.decode(errors="replace")
+    report = log.rstrip(b"\0").decode(errors="replace")
     if failed:
         raise CudaCompilerError(f"nvrtc: {name} does not compile:\n{report}")
-    code = b" " * call("nvrtcGetCUBINSize", program)
+    code = bytearray(call("nvrtcGetCUBINSize", program))
     call("nvrtcGetCUBIN", program, code)
     nvrtc.nvrtcDestroyProgram(program)
-    return code, report
+    return bytes(code), report
 
 
 def _digest(path: Path, cubin: bytes) -> bytes:
