@@ -17,8 +17,10 @@ from mxep.integrations import transformers_5  # noqa: E402
 from mxep.integrations.transformers_liger import (  # noqa: E402
     RMSNormForm,
     RotaryForm,
+    _form_of,
     _forward_with_liger,
     _liger_rotary,
+    _rotary_form_of,
     convert_norm,
     convert_rotary,
     norm_kernel,
@@ -41,6 +43,16 @@ def test_forms_of_rms_norms() -> None:
     }
     assert rms_norm_form(nn.RMSNorm(64)) is None  # eps is None
     assert rms_norm_form(nn.LayerNorm(64)) is None
+
+
+def test_forms_do_not_depend_on_the_default_device() -> None:
+    model = model_of()
+    norm, attention = model.model.norm, model.model.layers[0].self_attn
+    _form_of.cache_clear()
+    _rotary_form_of.cache_clear()
+    with torch.device("meta"):
+        assert rms_norm_form(norm) == RMSNormForm("llama", 0.0)
+        assert rotary_form(attention) == RotaryForm(1)
 
 
 def test_the_kernel_that_computes_a_norm() -> None:

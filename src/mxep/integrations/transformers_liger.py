@@ -55,7 +55,8 @@ def rms_norm_form(norm: nn.Module) -> RMSNormForm | None:
     if len(inspect.signature(kind.forward).parameters) != 2:  # self and hidden states
         return None
     plain = tuple((name, value) for name, value in vars(norm).items() if isinstance(value, int | float | str))
-    return _form_of(kind, parameters["weight"].shape[0], eps, plain)
+    with torch.device("cpu"):  # whatever the default device is
+        return _form_of(kind, parameters["weight"].shape[0], eps, plain)
 
 
 @functools.cache
@@ -126,17 +127,18 @@ def rotary_form(attention: nn.Module) -> RotaryForm | None:
 
 @functools.cache
 def _rotary_form_of(rotate: Any) -> RotaryForm | None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, once = (torch.randn(1, *shape, generator=generator).bfloat16() for shape in ((4, 3, 16), (2, 3, 16), (3, 8)))
-    cos, sin = once.cos(), once.sin()
-    want = [torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1) for x1, x2 in (x.chunk(2, -1) for x in (q, k))]
-    for form in (RotaryForm(1), RotaryForm(2)):
-        try:
-            got = rotate(q, k, *(angle if form.width == 2 else torch.cat([angle, angle], -1) for angle in (cos, sin)))
-        except Exception:  # of another signature, or other widths
-            continue
-        if all(torch.equal(one, other) for one, other in zip(got, want, strict=True)):
-            return form
+    with torch.device("cpu"):  # whatever the default device is
+        generator = torch.Generator().manual_seed(0)
+        q, k, once = (torch.randn(1, *shape, generator=generator).bfloat16() for shape in ((4, 3, 16), (2, 3, 16), (3, 8)))
+        cos, sin = once.cos(), once.sin()
+        want = [torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1) for x1, x2 in (x.chunk(2, -1) for x in (q, k))]
+        for form in (RotaryForm(1), RotaryForm(2)):
+            try:
+                got = rotate(q, k, *(angle if form.width == 2 else torch.cat([angle, angle], -1) for angle in (cos, sin)))
+            except Exception:  # of another signature, or other widths
+                continue
+            if all(torch.equal(one, other) for one, other in zip(got, want, strict=True)):
+                return form
     return None
 
 
