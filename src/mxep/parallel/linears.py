@@ -20,7 +20,7 @@ from mxep.checks import check_model
 from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.moe import Router
 from mxep.mx.weight_cache import CachedWeight, WeightCache
-from mxep.parallel.conversion import as_patterns, how_to_name, matches_any, matches_name, shown_names
+from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, matches_name, shown_names
 from mxep.parallel.linear_gains import linear_gains
 from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
@@ -188,15 +188,13 @@ def convert_linears(
         if isinstance(module, MXLinear)
         or (type(module) is nn.Linear and module not in uncalled and not name.startswith(routers) and not matches_any(name, ADAPTERS))
     }
-    for known, names in ((able, patterns or []), (seen, skipped)):
-        for pattern in names:
-            if not any(matches_name(name, pattern) for name in known):
-                kept = [name for name in seen if matches_name(name, pattern)]
-                if kept:
-                    what = "which is never converted (routers, adapters, subclasses of torch.nn.Linear, torch.nn.TransformerEncoderLayer)"
-                    raise ValueError(f"{_WHERE}: {pattern!r} matched {shown_names(kept)} alone, {what}; leave it out")
-                do = how_to_name(pattern, known)
-                raise ValueError(f"{_WHERE}: {pattern!r} matched no torch.nn.Linear, saw {shown_names(known)}; {do}")
+    for pattern in patterns or []:
+        matched = [name for name in seen if matches_name(name, pattern)]
+        if matched and able.keys().isdisjoint(matched):
+            what = "which is never converted (routers, adapters, subclasses of torch.nn.Linear, torch.nn.TransformerEncoderLayer)"
+            raise ValueError(f"{_WHERE}: {pattern!r} matched {shown_names(matched)} alone, {what}; leave it out")
+    check_patterns(_WHERE, patterns or [], "torch.nn.Linear", able)
+    check_patterns(_WHERE, skipped, "torch.nn.Linear", seen)
     left_out = [*skipped, *(KEPT_APART if patterns is None else ())]
     chosen = {name: linear for name, linear in able.items() if matches_any(name, patterns) and not matches_any(name, left_out)}
     if "" in chosen:

@@ -9,7 +9,7 @@ from torch import nn
 
 from mxep.checks import check_model
 from mxep.moe.experts import Experts
-from mxep.parallel.conversion import as_patterns, converted_recipe, how_to_name, matches_any, matches_name, restore_experts, shown_names
+from mxep.parallel.conversion import as_patterns, check_patterns, converted_recipe, matches_any, restore_experts
 from mxep.parallel.linears import MXLinear, restore_linear
 
 _log = logging.getLogger(__name__)
@@ -53,18 +53,15 @@ def unconvert(model: nn.Module, fqns: str | Sequence[str] | None = None) -> list
     """
     check_model("unconvert", model)
     patterns = as_patterns(fqns)
-    modules = dict(model.named_modules(remove_duplicate=False))  # one layer may have several names
-    restore: dict[nn.Module, Callable[[], None]] = {}
-    converted: dict[str, nn.Module] = {}
-    for name, module in modules.items():
-        if matches_any(name, patterns) and (undo := restore_experts(module, name) or restore_linear(module, name)):
-            restore[module], converted[name] = undo, module
-    for pattern in patterns or []:
-        if not any(matches_name(name, pattern) for name in converted):
-            saw = [name for name, module in modules.items() if _is_converted(module)]
-            raise ValueError(f"unconvert: {pattern!r} matched no converted module, saw {shown_names(saw)}; {how_to_name(pattern, saw)}")
-    for undo in restore.values():
+    modules = model.named_modules(remove_duplicate=False)  # one layer may have several names
+    converted = {name: module for name, module in modules if _is_converted(module)}
+    check_patterns("unconvert", patterns or [], "converted module", converted)
+    chosen = {name: module for name, module in converted.items() if matches_any(name, patterns)}
+    restore: dict[nn.Module, Callable[[], None] | None] = {}
+    for name, module in chosen.items():
+        restore[module] = restore_experts(module, name) or restore_linear(module, name)
+    for undo in filter(None, restore.values()):
         undo()
-    for name in converted:
+    for name in chosen:
         _log.info("%s is no longer converted", name)
-    return list(converted)
+    return list(chosen)
