@@ -164,15 +164,20 @@ def name_patterns(names: Iterable[str], others: Sequence[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     for name in names:
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        pattern = _any_layer(name)
         found[name if any(matches_name(other, pattern) for other in others) else pattern] = None
     return list(found)
+
+
+def _any_layer(name: str) -> str:
+    """The name with wildcards in the place of numbers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _without_numbers(names: Iterable[str]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for name in names:
-        alike.setdefault(".".join("*" if part.isdigit() else part for part in name.split(".")), []).append(name)
+        alike.setdefault(_any_layer(name), []).append(name)
     return [pattern if len(found) > 1 else found[0] for pattern, found in alike.items()]
 
 
@@ -227,10 +232,10 @@ def convert_experts(
     """
     check_model("convert_experts", model)
     patterns = as_patterns(fqns) or []
-    recipes = {pattern: resolve_recipe(value) for pattern, value in recipe.items()} if isinstance(recipe, Mapping) else None
-    single = None if isinstance(recipe, Mapping) else resolve_recipe(recipe)
+    of_names = recipe if isinstance(recipe, Mapping) else {"*": recipe}
+    recipes = {pattern: resolve_recipe(value) for pattern, value in of_names.items()}
     seen = {fqn: module for fqn, module in model.named_modules() if any(p.dim() == 3 for p in module.parameters(recurse=False))}
-    for pattern in [*patterns, *(recipes or {})]:
+    for pattern in [*patterns, *recipes]:
         if not any(matches_name(fqn, pattern) for fqn in seen):
             modules = [name for name, _ in model.named_modules()][1:]
             saw = shown_names(seen) if seen else f"none; its modules are {shown_names(modules)}"
@@ -240,12 +245,11 @@ def convert_experts(
     if not chosen:
         raise ValueError(f"convert_experts: fqns={fqns!r} names nothing, want one of {shown_names(seen)}")
     decided: dict[str, Recipe] = {}
-    for fqn in chosen:
-        fitting = [single] if recipes is None else [value for pattern, value in recipes.items() if matches_name(fqn, pattern)]
-        if not fitting or fitting[0] is None:
-            raise ValueError(f"convert_experts: no recipe for {fqn}, the dict has {', '.join(recipes or {})}; add it, or '*' for the rest")
-        decided[fqn] = fitting[0]
     for fqn, module in chosen.items():
+        fitting = [value for pattern, value in recipes.items() if matches_name(fqn, pattern)]
+        if not fitting:
+            raise ValueError(f"convert_experts: no recipe for {fqn}, the dict has {', '.join(recipes)}; add it, or '*' for the rest")
+        decided[fqn] = fitting[0]
         if "forward" in vars(module) and converted_recipe(module) is None:
             raise ValueError(
                 f"convert_experts: {fqn} ({type(module).__name__}) has a forward of its own (recomputation, compilation, a hook), which "
