@@ -103,7 +103,31 @@ def _contiguous(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-class LoraLinear(lora.Linear):
+class _MergesIntoPlain(BaseTunerLayer):
+    """Merging into a weight that may be frozen in MX: it is plain from then on."""
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds adapters to the weight."""
+        names = check_adapters_to_merge(self, adapter_names)
+        if names:
+            dequantize_weight(self.get_base_layer(), self._weight_name())
+            super().merge(safe_merge, names)
+            self._count_change()
+
+    def unmerge(self) -> None:
+        """Takes merged adapters out of the weight."""
+        super().unmerge()
+        self._count_change()
+
+    def _weight_name(self) -> str:
+        return getattr(self, "parameter_name", "weight")  # an attribute of a ParamWrapper
+
+    def _count_change(self) -> None:
+        """peft writes to the weight's `.data`, of which a `WeightCache` would not know."""
+        increment_version(getattr(self.get_base_layer(), self._weight_name()))
+
+
+class LoraLinear(_MergesIntoPlain, lora.Linear):
     """`peft.tuners.lora.Linear` that computes in the dtype of the rows, around a linear layer of torch or `mxep.parallel.MXLinear`.
 
     The layer and its adapters are one autograd function (`mxep.grouped_mm.dense.DenseLora`); several adapters are joined along the rank.
@@ -137,21 +161,8 @@ class LoraLinear(lora.Linear):
         whole = all(type(factor) is nn.Linear and not is_watched(factor) and not isinstance(factor.weight, DTensor) for factor in factors)
         return whole and name not in self.lora_variant and not self.lora_bias[name] and self.cast_input_dtype_enabled
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight, which is plain from then on."""
-        names = check_adapters_to_merge(self, adapter_names)
-        if names:
-            dequantize_weight(self.get_base_layer(), "weight")
-            super().merge(safe_merge, names)
-            increment_version(cast(Tensor, self.get_base_layer().weight))  # peft writes to `.data`, of which a `WeightCache` would not know
 
-    def unmerge(self) -> None:
-        """Takes merged adapters out of the weight."""
-        super().unmerge()
-        increment_version(cast(Tensor, self.get_base_layer().weight))
-
-
-class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrappers by this name of their class
+class ParamWrapper(_MergesIntoPlain, lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrappers by this name of their class
     """`peft.tuners.lora.ParamWrapper` that adds no adapter to the weight of experts which mxep computes."""
 
     @contextmanager
@@ -180,16 +191,3 @@ class ParamWrapper(lora.ParamWrapper):  # type: ignore[misc]  # peft finds wrapp
         a, b = made[0] if len(made) == 1 else (torch.cat([pair[side] for pair in made], 1 + side) for side in (0, 1))
         padding = -a.shape[1] % _RANK_MULTIPLE
         return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight, which is plain from then on."""
-        names = check_adapters_to_merge(self, adapter_names)
-        if names:
-            dequantize_weight(self.get_base_layer(), self.parameter_name)
-            super().merge(safe_merge, names)
-            increment_version(self.get_param())
-
-    def unmerge(self) -> None:
-        """Takes merged adapters out of the weight."""
-        super().unmerge()
-        increment_version(self.get_param())
