@@ -70,12 +70,8 @@ class MXFP8Config(QuantizationConfigMixin):
         if save_as not in _SAVE_AS:
             raise ValueError(f"MXFP8Config: save_as={save_as!r}, want one of {', '.join(map(repr, _SAVE_AS))}")
         self.quant_method = _METHOD  # type: ignore[assignment]
-        self.fqns, self.skip, self.keep_dgrad_form, self.save_as = (
-            fqns,
-            list(skip) if not isinstance(skip, str) else skip,
-            keep_dgrad_form,
-            save_as,
-        )
+        self.fqns, self.skip = fqns, skip if isinstance(skip, str) else list(skip)
+        self.keep_dgrad_form, self.save_as = keep_dgrad_form, save_as
 
 
 def config_without_mxfp4(folder: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
@@ -187,9 +183,7 @@ class _Quantize(ConversionOps):
                 continue
             module, name = get_module_from_name(model, fqn)
             values = value[0] if isinstance(value, list) else value
-            if values.shape != (shape := to_local(module._parameters[name]).shape):  # transformers does not check weights of quantizers
-                found = tuple(values.shape)
-                raise ValueError(f"{__name__}: {fqn} is {found} in the file, want {tuple(shape)}; load another model or another folder")
+            _check_shape(values.shape, module, name, fqn)
             freeze_weight(module, name, values, fqn, keep_dgrad_form=self.hf_quantizer.quantization_config.keep_dgrad_form)
             _mark_loaded(module, name, fqn, missing_keys)
         return left
@@ -218,8 +212,7 @@ class _FromBytes(ConversionOps):
         mx = self.as_mx(values, scales, model.dtype)
         keeps = KeptForms() if self.hf_quantizer.quantization_config.keep_dgrad_form else None
         weight = MXWeight(mx.qdata, mx.scale, mx.orig_dtype, stored_transposed(module, mx), keeps)
-        if weight.shape != (shape := to_local(module._parameters[name]).shape):
-            raise ValueError(f"{where} is {tuple(weight.shape)} in the file, want {tuple(shape)}; load another model or another folder")
+        _check_shape(weight.shape, module, name, full_layer_name)
         if holds_nan(mx):
             raise ValueError(f"{where} has values or scales that are no finite numbers; download the file again")
         if not self.hf_quantizer.param_needs_quantization(model, full_layer_name):
@@ -248,6 +241,13 @@ class _FromMXFP4(_FromBytes):
         if not torch.equal(as_bytes.to(scales.dtype), scales):
             raise ValueError(f"{__name__}: scales of MXFP4 are other numbers than bytes in the file, want uint8")
         return mxfp4_to_mxfp8(values.to(torch.uint8), as_bytes, dtype)
+
+
+def _check_shape(found: torch.Size, module: Any, name: str, fqn: str) -> None:
+    """Raises ValueError for values of another shape than the parameter's: transformers does not check weights of quantizers."""
+    wanted = to_local(module._parameters[name]).shape
+    if found != wanted:
+        raise ValueError(f"{__name__}: {fqn} is {tuple(found)} in the file, want {tuple(wanted)}; load another model or another folder")
 
 
 def _mark_loaded(module: Any, name: str, fqn: str, missing_keys: set[str] | None) -> None:
