@@ -380,27 +380,31 @@ def first_layers(name: str, shape: ModelConfig, layers: int | None) -> tuple[str
     if not least <= layers < shape.num_layers:
         want = f"want {least} (the first with experts) to {shape.num_layers}"
         raise ValueError(f"model: {layers} layers of {name}, {want}; change --layers")
-    cut = replace(shape, num_layers=layers)
-    cut = replace(cut, balance_loss=shape.balance_loss * cut.num_moe_layers / shape.num_moe_layers)  # each layer keeps its weight
-    return f"{name}_of_{layers}_layers", cut
+    balance_loss = shape.balance_loss * (layers - shape.num_dense_layers) / shape.num_moe_layers  # each layer keeps its weight
+    return f"{name}_of_{layers}_layers", replace(shape, num_layers=layers, balance_loss=balance_loss)
+
+
+def _split_name(name: str) -> tuple[str, int | None]:
+    """Preset and number of layers in a name of `first_layers`; of another name it is the name itself, and all layers."""
+    found = _CUT.fullmatch(name)
+    return (found["preset"], int(found["layers"])) if found else (name, None)
 
 
 def preset_of(name: str) -> str:
     """The preset in a name of `first_layers`, or the name itself."""
-    found = _CUT.fullmatch(name)
-    return found["preset"] if found else name
+    return _split_name(name)[0]
 
 
 def resolve_model(name: str, models: dict[str, ModelConfig] = MODELS) -> ModelConfig:
     """The preset of that name, or its first layers (`first_layers`). Raises ValueError, with the presets, if there is none."""
-    preset, found = preset_of(name), _CUT.fullmatch(name)
+    preset, layers = _split_name(name)
     if preset not in models:
         near = get_close_matches(preset, models, n=1)
         do = f"; the nearest is {near[0]}" if near else ""
         raise ValueError(
             f"model: {preset!r} is unknown, want one of {', '.join(models)}, or a folder with a config.json, or such a file{do}"
         )
-    named, shape = first_layers(preset, models[preset], None if found is None else int(found["layers"]))
+    named, shape = first_layers(preset, models[preset], layers)
     if named != name:
         raise ValueError(f"model: {name!r} is all of {preset}, want that name")
     return shape
