@@ -63,6 +63,7 @@ class PublishedFiles:
 
     Attributes:
         folder: of config.json and the safetensors files.
+        described: the content of config.json.
         names: every tensor's name, in the order of the files -> how it is stored.
 
     Raises:
@@ -82,7 +83,8 @@ class PublishedFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
-        self._format = stored_format(read_published_config(folder), folder / CONFIG_JSON)
+        self.described = read_published_config(folder)
+        self._format = stored_format(self.described, folder / CONFIG_JSON)
         if (folder / SINGLE).exists():  # before an index, which an earlier save may have left, as transformers does
             self._file_of = dict.fromkeys(self._file(SINGLE).offset_keys(), SINGLE)
         elif (folder / INDEX).exists():
@@ -361,8 +363,8 @@ def load_published(model: Decoder, folder: Path, any_yarn: bool = False, report:
     notes = check_published_config(config, folder, any_yarn)
     files, names = PublishedFiles(folder), published_names(config)
     notes += check_names(files, config)
-    described = read_published_config(folder)
-    halves = described["model_type"] == "deepseek_v3" and not described.get("rope_interleave", True)  # null is false, as in transformers
+    of_v3, interleaved = files.described["model_type"] == "deepseek_v3", files.described.get("rope_interleave", True)
+    halves = of_v3 and not interleaved  # null is false, as in transformers
     wanted = dict[str, tuple[Tensor, tuple[int, ...], Region, list[int] | None]]()  # what is filled, whole shape, region, order of rows
     for name, tensor in model.state_dict().items():
         if names[name][0] not in files.names:

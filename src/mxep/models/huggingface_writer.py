@@ -30,7 +30,6 @@ from mxep.models.huggingface import (
     is_stacked,
     published_config,
     published_names,
-    read_published_config,
 )
 from mxep.models.huggingface_files import INDEX, SINGLE, PublishedFiles, check_names, holds_nan
 from mxep.models.huggingface_shape import read_shape
@@ -210,9 +209,9 @@ def convert_published(
         ValueError: `folder` exists, another architecture, missing or unknown tensors, damaged files.
     """
     shape, _ = read_shape(source)
-    files, described = PublishedFiles(source), read_published_config(source)
+    files = PublishedFiles(source)
     check_names(files, shape)
-    described.pop("quantization_config", None)
+    described = {key: value for key, value in files.described.items() if key != "quantization_config"}
     with _new_folder(folder) as partial:
         weights = WeightFiles(partial, file_bytes, report)
         for name in files.names:
