@@ -34,6 +34,7 @@ _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_
 class _Targets(NamedTuple):
     labels: Tensor  # (B * S,) int64, of the next token, or IGNORE
     num_items: Tensor | int | None  # of all microbatches and ranks, by which transformers divides the sum; None: the mean is asked for
+    shift_labels: Tensor | None  # as the call gave them
 
 
 class LossState:
@@ -42,7 +43,6 @@ class LossState:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.targets: _Targets | None = None
-        self.shift_labels: Tensor | None = None  # as the call gave them
         self.loss: Tensor | None = None
 
 
@@ -107,8 +107,7 @@ def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwarg
             f"transformers_5.accelerate: {type(model).__name__} under autocast to float16, want torch.bfloat16 (bf16=True of a Trainer); "
             "or undo the conversion, and accelerate(..., head=False, linears=None)"
         )
-    state.targets = _Targets(_next_tokens(labels, kwargs), kwargs.get("num_items_in_batch"))
-    state.shift_labels = kwargs.get("shift_labels")
+    state.targets = _Targets(_next_tokens(labels, kwargs), kwargs.get("num_items_in_batch"), kwargs.get("shift_labels"))
     try:
         output = forward(model, *args, **kwargs)
         made = state.loss
@@ -120,7 +119,7 @@ def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwarg
             "the conversion, and accelerate(..., head=False)"
         ) from error
     finally:
-        state.targets = state.shift_labels = state.loss = None
+        state.targets = state.loss = None
     if isinstance(output, tuple):
         return tuple(None if item is made else item for item in output)
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
@@ -139,7 +138,7 @@ def _head_forward(head: nn.Linear, state: LossState, input: Tensor) -> Tensor:
     """input (B, S, D) -> logits (B, S, V), or () the loss of the labels that the model's forward noted."""
     if state.targets is None:
         return type(head).forward(head, input)
-    labels, num_items = state.targets
+    labels, num_items, _ = state.targets
     hidden, weight = input.flatten(0, -2), head.weight
     if torch.is_autocast_enabled(hidden.device.type):  # as torch.nn.functional.linear
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -161,7 +160,7 @@ def _loss_function(state: LossState, original: Callable[..., Tensor], logits: Te
             "transformers_5.accelerate: the model changes its logits between its projection and its loss, or has another projection now, "
             "want the projection that was converted and its output as it is; undo the conversion, and accelerate(..., head=False)"
         )
-    if kwargs.get("shift_labels") is not state.shift_labels:
+    if kwargs.get("shift_labels") is not state.targets.shift_labels:
         raise ValueError(
             "transformers_5.accelerate: the model hands other shift_labels to its loss than it was given, want it to shift its labels; "
             "undo the conversion, and accelerate(..., head=False)"
