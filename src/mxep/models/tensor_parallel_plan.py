@@ -8,8 +8,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from mxep.models.decoder import Decoder, DecoderLayer
 from mxep.parallel import ColumnShards, GatheredRegion, RowShards, SlicedSequence
 
-_QUERIES, _KEYS_VALUES, _BOTH = ("wq", "wq_b"), ("wk", "wv"), ("wkv_b",)
-
 
 def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh) -> None:
     """Shard a model or a pipeline stage over a TP group, in place; before FSDP, before or after `parallelize_moe`.
@@ -38,8 +36,7 @@ def _attention_plan(model: Decoder, layer: DecoderLayer) -> dict[str, ParallelSt
     heads = model.config.num_heads
     key_heads = getattr(model.config, "num_kv_heads", heads)
     plan: dict[str, ParallelStyle] = {"": GatheredRegion(1), "wo": RowShards(unit=layer.attention.wo.in_features // heads)}
-    for names, count in ((_QUERIES, heads), (_BOTH, heads), (_KEYS_VALUES, key_heads)):
-        for name in names:
-            if hasattr(layer.attention, name):
-                plan[name] = ColumnShards(unit=getattr(layer.attention, name).out_features // count)
+    for name, count in {"wq": heads, "wq_b": heads, "wkv_b": heads, "wk": key_heads, "wv": key_heads}.items():
+        if hasattr(layer.attention, name):
+            plan[name] = ColumnShards(unit=getattr(layer.attention, name).out_features // count)
     return plan
