@@ -172,7 +172,10 @@ def test_only_requested_gradients_are_computed() -> None:
 
 def test_a_cache_keeps_the_weight_for_a_step() -> None:
     projection = OutputProjection(64, 96)
-    projection.recipe = resolve_recipe("mxfp8_wgrad_with_mx")
+    with pytest.raises(ValueError, match="fp7"):
+        projection.recipe = "fp7"
+    projection.recipe = "mxfp8_wgrad_with_mx"
+    assert projection.recipe == resolve_recipe("mxfp8_wgrad_with_mx")
     hidden, labels = torch.randn(2, 8, 64), torch.randint(96, (2, 8))
     plain_loss = projection(hidden, labels)
     (plain_gradient,) = torch.autograd.grad(plain_loss, projection.weight)

@@ -158,6 +158,23 @@ def test_refusals(arguments: dict, message: str) -> None:
     assert not [module for module in block.modules() if isinstance(module, MXLinear)], "all or nothing"
 
 
+def test_the_recipe_of_a_layer_changes_by_name() -> None:
+    layer = MXLinear(nn.Linear(64, 64), "mxfp8_gemm")
+    layer.recipe = "mxfp8_wgrad_with_mx"
+    assert layer.recipe == Recipe.named("mxfp8_wgrad_with_mx")
+    with pytest.raises(ValueError, match="MXLinear: recipe 'hp' multiplies in high precision"):
+        layer.recipe = "hp"
+    assert layer.recipe == Recipe.named("mxfp8_wgrad_with_mx")
+
+
+def test_a_cache_refuses_weights_that_count_no_edits() -> None:
+    with torch.inference_mode():
+        ffn = FeedForward(64, 96)
+    convert_linears(ffn)
+    with pytest.raises(ValueError, match=r"w1\.weight was made in inference mode, whose edits nothing counts"):
+        cache_quantized_weights(ffn, torch.optim.SGD(ffn.parameters()))
+
+
 def test_a_linear_layer_alone_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the model is a torch\.nn\.Linear itself, want a module that holds it"):
         convert_linears(nn.Linear(64, 64))

@@ -126,6 +126,11 @@ class _Tripled(nn.Linear):
         return 3 * super().forward(x)
 
 
+class _Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+
 def refusals(rank: int, world: int) -> None:
     meshes = build_meshes(world, ParallelDims(tp=2), "cpu")
     with pytest.raises(ValueError, match=r"\(7, 4\) has 7 values to share, not divisible by the TP degree 2"):
@@ -140,6 +145,15 @@ def refusals(rank: int, world: int) -> None:
     for linear, problem in ((_Tripled(4, 4, bias=False), "a forward of its own"), (own, "a forward of its own"), (watched, "has hooks")):
         with pytest.raises(ValueError, match=problem):
             parallelize_module(nn.Sequential(linear), meshes.tp, {"0": ColumnShards()})
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, bias=False))
+    with pytest.raises(ValueError, match=r"a parametrization makes the weight, .* want a plain parameter"):
+        parallelize_module(nn.Sequential(normed), meshes.tp, {"0": ColumnShards()})
+    region = parallelize_module(nn.Identity(), meshes.tp, GatheredRegion(dim=1))
+    with pytest.raises(ValueError, match="GatheredRegion: Identity was called by keyword alone, want its tokens as first argument"):
+        region(input=torch.zeros(1, 4, 8))
+    pair = parallelize_module(_Pair(), meshes.tp, GatheredRegion(dim=1))
+    with pytest.raises(ValueError, match="GatheredRegion: _Pair returned a tuple, want one tensor"):
+        pair(torch.zeros(1, 4, 8))
     with pytest.raises(ValueError, match="a sequence of 5 tokens is not divisible by the TP degree 2"):
         parallelize_module(nn.Identity(), meshes.tp, SlicedSequence(1))(torch.zeros(1, 5))
     with pytest.raises(ValueError, match="tp=2, replicate=1, want 1 of both; use apply_fsdp"):

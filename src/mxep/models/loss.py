@@ -235,16 +235,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class OutputProjection(nn.Linear):
-    """D -> V without bias; with labels it returns the loss instead of the logits. As a module, its weight is gathered by FSDP.
-
-    Attributes:
-        recipe: of the loss (`linear_cross_entropy`); logits without labels are in high precision.
-    """
+    """D -> V without bias; with labels it returns the loss instead of the logits. As a module, its weight is gathered by FSDP."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
-        self.recipe = resolve_recipe("hp")
+        self.recipe = "hp"
         self._kept: CachedWeight | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """Precision of the loss (`linear_cross_entropy`), a `Recipe` or a preset's name; logits without labels are in high precision."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: str | Recipe) -> None:
+        self._recipe = resolve_recipe(recipe)
 
     def keep_quantized(self, cache: WeightCache | None) -> None:
         """Quantise the weight once per step of `cache`, None: in every call. See `mxep.parallel.cache_quantized_weights`."""

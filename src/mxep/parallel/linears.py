@@ -37,7 +37,7 @@ class MXLinear(nn.Linear):
 
     Args:
         linear: whose parameters it takes over, the same objects, and whose hooks.
-        recipe: GEMM, wgrad, scaling mode and path are what it reads of it.
+        recipe: a `Recipe` or a preset's name; GEMM, wgrad, scaling mode and path are what it reads of it.
         fqn: what errors call it.
 
     Raises:
@@ -49,22 +49,32 @@ class MXLinear(nn.Linear):
         torch.Size([4, 16, 128])
     """
 
-    def __init__(self, linear: nn.Linear, recipe: Recipe, fqn: str = "MXLinear") -> None:
+    def __init__(self, linear: nn.Linear, recipe: str | Recipe, fqn: str = "MXLinear") -> None:
         nn.Module.__init__(self)
-        if recipe.gemm != "mxfp8":
-            raise ValueError(
-                f"{fqn}: recipe {recipe.name!r} multiplies in high precision, want one with gemm='mxfp8', or leave it as it is"
-            )
+        self.fqn, self.recipe = fqn, recipe
         if "forward" in vars(linear):
             raise ValueError(
                 f"{fqn}: a forward of its own replaces that of {type(linear).__name__} (recomputation, compilation, sharding), "
                 "want none yet; convert it before that, or leave it out"
             )
         vars(self).update(vars(linear))  # hooks as well, and what they read: handles know hooks by the dicts these are in
-        self.fqn, self.recipe = fqn, recipe
         self._kept: CachedWeight | None = None
         self.unconverted_forward: Callable[[nn.Linear, Tensor], Tensor] | None = None  # of its own shard; None: its class's
         self.check_widths()
+
+    @property
+    def recipe(self) -> Recipe:
+        """Precision of the products; set it to a `Recipe` or a preset's name with MXFP8 GEMMs."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: str | Recipe) -> None:
+        resolved = resolve_recipe(recipe)
+        if resolved.gemm != "mxfp8":
+            raise ValueError(
+                f"{self.fqn}: recipe {resolved.name!r} multiplies in high precision, want one with gemm='mxfp8', or leave it as it is"
+            )
+        self._recipe = resolved
 
     def check_widths(self) -> None:
         """Raise ValueError unless the weight (N, K), or this rank's shard of it, consists of whole MX blocks both ways."""
@@ -108,7 +118,7 @@ def restore_linear(module: nn.Module, fqn: str) -> Callable[[], None] | None:
 
     def restore() -> None:
         forward = module.unconverted_forward
-        del module.fqn, module.recipe, module._kept, module.unconverted_forward
+        del module.fqn, module._recipe, module._kept, module.unconverted_forward
         module.__class__ = _plain_class(type(module))
         if forward is not None:
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
@@ -221,5 +231,5 @@ def switch_linears(chosen: Mapping[str, nn.Linear], recipe: Recipe) -> None:
         vars(linear).update(vars(layer))
         linear.__class__ = MXLinear
     for name, linear in chosen.items():
-        linear.recipe = recipe  # type: ignore[assignment]
+        linear.recipe = recipe  # type: ignore[assignment]  # an MXLinear by now
         _log.info("%s computes with recipe %s", name, recipe.name)

@@ -53,6 +53,11 @@ class ColumnShards(ParallelStyle):
                 f"tensor parallelism: {type(module).__name__} has a forward of its own, which its shard would not run, want that of "
                 "torch.nn.Linear; shard it before something wraps it, or leave it out"
             )
+        if "weight" not in module._parameters:
+            raise ValueError(
+                "tensor parallelism: a parametrization makes the weight, which a sharded parameter cannot replace, want a plain parameter; "
+                "remove it (torch.nn.utils.parametrize.remove_parametrizations), or leave the layer out"
+            )
         if module.weight._backward_hooks or module.weight._post_accumulate_grad_hooks:
             raise ValueError(
                 "tensor parallelism: the weight has hooks, which the sharded parameter in its place would not run, want none yet; register "
@@ -120,10 +125,17 @@ class GatheredRegion(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         piece = Shard(self.dim)
 
-        def gather(_: nn.Module, inputs: tuple) -> tuple:
+        def gather(module: nn.Module, inputs: tuple) -> tuple:
+            if not inputs:
+                raise ValueError(f"GatheredRegion: {type(module).__name__} was called by keyword alone, want its tokens as first argument")
             return (redistribute(inputs[0], device_mesh, piece, Replicate(), Partial()), *inputs[1:])
 
-        def scatter(_: nn.Module, __: tuple, output: Tensor) -> Tensor:
+        def scatter(module: nn.Module, _: tuple, output: Tensor) -> Tensor:
+            if not isinstance(output, Tensor):
+                name = type(module).__name__
+                raise ValueError(
+                    f"GatheredRegion: {name} returned a {type(output).__name__}, want one tensor; shard the part that makes it"
+                )
             return redistribute(output, device_mesh, Partial(), piece, piece)
 
         module.register_forward_pre_hook(gather)

@@ -32,7 +32,7 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
 
     Raises:
         ValueError: no optimizer, or something else as one; none of these modules in the model; a weight that requires a gradient and
-            belongs to none of the optimizers.
+            belongs to none of the optimizers; a parameter that was made in inference mode.
 
     Examples:
         >>> model = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
@@ -51,6 +51,12 @@ def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             got = f"a {type(optimizer).__name__} as optimizer"
             raise ValueError(f"cache_quantized_weights: {got}, want a torch.optim.Optimizer: nothing else reports its steps")
+    made_in_inference = [name for name, parameter in model.named_parameters() if parameter.is_inference()]
+    if made_in_inference:
+        raise ValueError(
+            f"cache_quantized_weights: {made_in_inference[0]} was made in inference mode, whose edits nothing counts, "
+            "want a parameter that counts its edits; build the model outside of torch.inference_mode(), or clone its parameters there"
+        )
     cache = WeightCache()
     for module in multiplying:
         module.keep_quantized(cache)
