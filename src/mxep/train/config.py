@@ -23,9 +23,18 @@ from mxep.train.durable_files import replace_file
 CONFIG_FILE = "config.json"
 
 
+def flag_of(name: str) -> str:
+    """An option as the command line spells it.
+
+    >>> flag_of("seq_len"), flag_of("training.seq_len")
+    ('--seq-len', '--training.seq-len')
+    """
+    return f"--{name.replace('_', '-')}"
+
+
 def _also(*names: str) -> Any:
     """Other names of an option: those of torchtitan's command line and TOML files, spelled with - or _."""
-    return tyro.conf.arg(aliases=["--" + name.replace("_", "-") for name in names])
+    return tyro.conf.arg(aliases=[flag_of(name) for name in names])
 
 
 # Options with a single possible value: name -> reason.
@@ -295,7 +304,7 @@ class TrainConfig:
         for name in (*positive, *degrees, "keep", "log_every", "stop_after", "layers", "resume_step"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
+                raise ValueError(f"{flag_of(name)}={value}, want more than 0")
         for name in (
             "weight_decay",
             "max_grad_norm",
@@ -309,7 +318,7 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             if value is not None and not value >= 0:
-                raise ValueError(f"--{name.replace('_', '-')}={value}, want 0 or more")
+                raise ValueError(f"{flag_of(name)}={value}, want 0 or more")
         if not 0 <= self.lr_floor <= 1:
             raise ValueError(f"--lr-floor={self.lr_floor}, want 0 to 1")
         if self.decay_ratio is not None and not 0 <= self.decay_ratio <= 1:
@@ -325,14 +334,14 @@ class TrainConfig:
         if self.max_grad_norm == math.inf:
             raise ValueError("--max-grad-norm=inf, want a finite number; 0 disables clipping")
         for name, value in self.to_json().items():  # what a file cannot hold would make the run unreadable
-            value_from_file(f"--{name.replace('_', '-')}", value, _hints()[name])
+            value_from_file(flag_of(name), value, _hints()[name])
         self._check_choices()
 
     def _check_choices(self) -> None:
         """Raise ValueError for values that mxep does not support."""
         for name in ("rows_cast_kernel", "columns_cast_kernel"):
             if getattr(self, name) not in (None, *_CAST_KERNELS):
-                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}, want {', '.join(_CAST_KERNELS)}")
+                raise ValueError(f"{flag_of(name)}={getattr(self, name)}, want {', '.join(_CAST_KERNELS)}")
         for name in self.named_changes():
             if name not in CHANGEABLE:
                 raise ValueError(
@@ -349,7 +358,7 @@ class TrainConfig:
         for name, why in _SINGLE_VALUED.items():
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
-                raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: {why}; want {default}")
+                raise ValueError(f"{flag_of(name)}={getattr(self, name)}: {why}; want {default}")
 
     def named_changes(self) -> list[str]:
         """The names in `--change`, spelled as in `CHANGEABLE`."""

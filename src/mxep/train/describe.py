@@ -11,7 +11,7 @@ import torch
 from mxep.device import total_memory
 from mxep.models.presets import ModelConfig, preset_of
 from mxep.recipe import resolve_recipe
-from mxep.train.config import EXPERTS, TrainConfig, split_names
+from mxep.train.config import EXPERTS, TrainConfig, flag_of, split_names
 from mxep.train.data.corpus import NO_TARGET, Corpus
 from mxep.train.linear_choice import linear_recipe
 from mxep.train.optimizer import Schedule
@@ -101,7 +101,7 @@ def describe_schedule(schedule: Schedule) -> list[str]:
 def describe_mapped(config: TrainConfig) -> list[str]:
     """A line for each given option that has no effect, and for keys of torchtitan that are ignored."""
     lines = [
-        f"{_flag(name)}={getattr(config, name)} changes nothing: what quantises {kernels}"
+        f"{flag_of(name)}={getattr(config, name)} changes nothing: what quantises {kernels}"
         for name, kernels in _KERNELS.items()
         if getattr(config, name) is not None
     ]
@@ -111,15 +111,11 @@ def describe_mapped(config: TrainConfig) -> list[str]:
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     lines += [
-        f"{_flag(name)}={given[name]} changes nothing {why}" for name, why in _without_effect(config) if given[name] != defaults[name]
+        f"{flag_of(name)}={given[name]} changes nothing {why}" for name, why in _without_effect(config) if given[name] != defaults[name]
     ]
     if config.config is not None and (keys := passed_over(config.config)):
         lines.append(f"{config.config} has keys of torchtitan that mean nothing here and are passed over: {', '.join(keys)}")
     return lines
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mxep.models.presets import MODELS
-from mxep.train.config import TrainConfig
+from mxep.train.config import TrainConfig, flag_of
 
 # First option of each section -> the title. A section ends where the next one begins, in the order of `TrainConfig`.
 _TITLES = {
@@ -65,7 +65,7 @@ def help_text() -> str:
             default = "" if field.default in (None, (), "", False) else f" (default: {'on' if hint is bool else field.default})"
             also = f" [{', '.join(aliases)}]" if aliases else ""
             value: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if hint is bool else {"metavar": _placeholder(hint)}
-            group.add_argument(f"--{name.replace('_', '-')}", help=(docs[name] + default + also).replace("%", "%%"), **value)
+            group.add_argument(flag_of(name), help=(docs[name] + default + also).replace("%", "%%"), **value)
     return parser.format_help().rstrip()
 
 

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import tyro
 
 from mxep.json_files import read_small_text
-from mxep.train.config import COMMA_LISTS, LISTS, TrainConfig, load_config, value_from_file
+from mxep.train.config import COMMA_LISTS, LISTS, TrainConfig, flag_of, load_config, value_from_file
 from mxep.train.option_help import help_text
 from mxep.train.resolved_config import chosen_model
 from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, list_checkpoints, newest_run
@@ -216,7 +216,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise ValueError(f"--config: {path}: there is no option {key}; {_hint(name)}")
         field = names[name]
         if field in values:
-            raise ValueError(f"--config: {path}: {key} is given twice, under another name of --{field.replace('_', '-')}")
+            raise ValueError(f"--config: {path}: {key} is given twice, under another name of {flag_of(field)}")
         if field in ("config", "resume_step", "change") or (field == "resume" and value != "auto"):  # every restart would do it again
             raise ValueError(f'--config: {path}: {key} belongs on the command line (resume = "auto" alone may stand in a file)')
         values[field] = value_from_file(f"--config: {path}: {key}", value, hints[field])

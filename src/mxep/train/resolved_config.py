@@ -23,7 +23,7 @@ from mxep.models.presets import (
     train_defaults,
 )
 from mxep.parallel_dims import ParallelDims
-from mxep.train.config import AUTO, LINEARS, ROUTER_OPTIONS, TrainConfig
+from mxep.train.config import AUTO, LINEARS, ROUTER_OPTIONS, TrainConfig, flag_of
 
 MAX_CHECKPOINT_EVERY = 500  # torchtitan's default: the work that a kill loses must not grow with the run
 
@@ -182,7 +182,7 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     # Not in `TrainConfig`: one of the two may come from the TOML file or the resumed run, which are read later.
     given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name) not in (None, "", AUTO)]
     if given and not config.converts(LINEARS):
-        raise ValueError(f"--{given[0].replace('_', '-')} without {LINEARS} in --converters={config.converters}; add it there")
+        raise ValueError(f"{flag_of(given[0])} without {LINEARS} in --converters={config.converters}; add it there")
     if config.keep_first_product == "mxfp8" and not config.fused_layer:
         raise ValueError("--keep-first-product=mxfp8 without --fused-layer, whose layers alone keep it so; add it")
     if not config.assistant_only_loss and not config.chat:

@@ -13,7 +13,7 @@ from mxep.field_types import listed
 from mxep.json_files import typed
 from mxep.models.presets import TRAINING_FIELDS
 from mxep.train.checkpoint import Manifest
-from mxep.train.config import PER_START, TrainConfig
+from mxep.train.config import PER_START, TrainConfig, flag_of
 from mxep.train.optimizer import Schedule
 
 Difference = tuple[Any, Any]  # (old, new)
@@ -101,7 +101,7 @@ class Changes:
     @property
     def lines(self) -> list[str]:
         """A line for each option, for the schedule, and for a new stage."""
-        lines = [f"changed: --{name.replace('_', '-')} was {_shown(was)}, is {_shown(now)}" for name, (was, now) in self.options.items()]
+        lines = [f"changed: {flag_of(name)} was {_shown(was)}, is {_shown(now)}" for name, (was, now) in self.options.items()]
         lines += [] if self.schedule is None else [self.schedule]
         if self.stage:
             names = ", ".join(dict.fromkeys(_NAMED_BY[name] for name in self.stage))
