@@ -27,7 +27,8 @@ import mxep
 from mxep.cli import COMMANDS, main
 from mxep.models.huggingface import published_config
 from mxep.models.presets import MODELS
-from mxep.train.option_parser import option_names, read_options, read_toml
+from mxep.train.config import option_names
+from mxep.train.option_parser import read_options, read_toml
 from mxep.train.resolved_config import resolve
 
 WIDTH = 140

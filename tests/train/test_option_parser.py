@@ -13,10 +13,10 @@ from tests.pages import ROOT
 
 from mxep.models.presets import FLAVORS, MODELS, TRAIN_DEFAULTS
 from mxep.train import rank_launcher
-from mxep.train.config import TrainConfig, save_config
+from mxep.train.config import TrainConfig, option_names, save_config
 from mxep.train.describe import describe_mapped, describe_router, describe_schedule
 from mxep.train.optimizer import Schedule
-from mxep.train.option_parser import TORCHTITAN_ONLY, option_names, read_options, read_toml
+from mxep.train.option_parser import TORCHTITAN_ONLY, read_options, read_toml
 from mxep.train.rank_launcher import command, plan_ranks
 from mxep.train.resolved_config import chosen_model, never_used, resolve, routed_as_asked
 

@@ -334,7 +334,7 @@ class TrainConfig:
         if self.max_grad_norm == math.inf:
             raise ValueError("--max-grad-norm=inf, want a finite number; 0 disables clipping")
         for name, value in self.to_json().items():  # what a file cannot hold would make the run unreadable
-            value_from_file(flag_of(name), value, _hints()[name])
+            value_from_file(flag_of(name), value, option_types()[name])
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -383,15 +383,32 @@ class TrainConfig:
         Raises:
             ValueError: an unknown name, or a value of a wrong type or range.
         """
-        hints = _hints()
+        hints = option_types()
         if unknown := sorted(set(values) - set(hints)):
             raise ValueError(f"saved settings: unknown {', '.join(unknown)}; written by another version of mxep?")
         return TrainConfig(**{name: value_from_file(name, value, hints[name]) for name, value in {**LEGACY_VALUES, **values}.items()})
 
 
 @functools.cache
-def _hints() -> dict[str, Any]:
+def option_types() -> dict[str, Any]:
+    """Field of `TrainConfig` -> its type, without notes for tyro."""
     return get_type_hints(TrainConfig)
+
+
+@functools.cache
+def option_names() -> dict[str, str]:
+    """Every name of every option (with underscores, without the leading dashes) -> its field, in the order of `TrainConfig`.
+
+    >>> option_names()["training.seq_len"], option_names()["seq_len"]
+    ('seq_len', 'seq_len')
+    """
+    names: dict[str, str] = {}
+    for field, hint in get_type_hints(TrainConfig, include_extras=True).items():
+        if field == "shape":  # saved by a run, not an option
+            continue
+        aliases = [alias for note in getattr(hint, "__metadata__", ()) for alias in getattr(note, "aliases", None) or ()]
+        names |= {name.removeprefix("--").replace("-", "_"): field for name in (field, *aliases)}
+    return names
 
 
 def split_names(names: str) -> list[str]:

@@ -9,10 +9,10 @@ import inspect
 import shutil
 import textwrap
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from mxep.models.presets import MODELS
-from mxep.train.config import TrainConfig, flag_of
+from mxep.train.config import TrainConfig, flag_of, option_names, option_types
 
 # First option of each section -> the title. A section ends where the next one begins, in the order of `TrainConfig`.
 _TITLES = {
@@ -34,12 +34,11 @@ _INDENT = 34
 
 
 def sections() -> dict[str, list[str]]:
-    """Title -> fields of `TrainConfig`, without `shape`, which is no option."""
+    """Title -> fields of `TrainConfig` that are options."""
     found, title = dict[str, list[str]](), ""
-    for name in TrainConfig.__dataclass_fields__:
+    for name in dict.fromkeys(option_names().values()):
         title = _TITLES.get(name, title)
-        if name != "shape":
-            found.setdefault(title, []).append(name)
+        found.setdefault(title, []).append(name)
     return found
 
 
@@ -50,7 +49,7 @@ class _Formatter(argparse.HelpFormatter):
 
 def help_text() -> str:
     """All options by section, wrapped to the terminal's width."""
-    hints, docs = get_type_hints(TrainConfig, include_extras=True), _field_docs()
+    types, docs = option_types(), _field_docs()
     width = max(min(shutil.get_terminal_size().columns, 140), 80)
     parser = argparse.ArgumentParser(
         usage="mxep train [OPTIONS]",
@@ -61,18 +60,14 @@ def help_text() -> str:
     for title, names in sections().items():
         group = parser.add_argument_group(title)
         for name in names:
-            field, (hint, aliases) = TrainConfig.__dataclass_fields__[name], _parts(hints[name])
-            default = "" if field.default in (None, (), "", False) else f" (default: {'on' if hint is bool else field.default})"
-            also = f" [{', '.join(aliases)}]" if aliases else ""
+            hint, default = types[name], getattr(TrainConfig, name)
+            also = [flag_of(other) for other, field in option_names().items() if field == name != other]
+            text = docs[name]
+            text += "" if default in (None, (), "", False) else f" (default: {'on' if hint is bool else default})"
+            text += f" [{', '.join(also)}]" if also else ""
             value: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if hint is bool else {"metavar": _placeholder(hint)}
-            group.add_argument(flag_of(name), help=(docs[name] + default + also).replace("%", "%%"), **value)
+            group.add_argument(flag_of(name), help=text.replace("%", "%%"), **value)
     return parser.format_help().rstrip()
-
-
-def _parts(hint: Any) -> tuple[Any, list[str]]:
-    """A field's type, and the option's other names."""
-    notes = getattr(hint, "__metadata__", ())
-    return (hint.__origin__ if notes else hint), [alias for note in notes for alias in getattr(note, "aliases", None) or ()]
 
 
 def _placeholder(hint: Any) -> str:

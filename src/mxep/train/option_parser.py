@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import tyro
 
 from mxep.json_files import read_small_text
-from mxep.train.config import COMMA_LISTS, LISTS, TrainConfig, flag_of, load_config, value_from_file
+from mxep.train.config import COMMA_LISTS, LISTS, TrainConfig, flag_of, load_config, option_names, option_types, value_from_file
 from mxep.train.option_help import help_text
 from mxep.train.resolved_config import chosen_model
 from mxep.train.run_folder import CHECKPOINTS, find_checkpoint, list_checkpoints, newest_run
@@ -149,22 +148,6 @@ def join_repeated(argv: Sequence[str]) -> list[str]:
     return [word for group in groups for word in group]
 
 
-@functools.cache
-def option_names() -> dict[str, str]:
-    """Every name of every option (with underscores, without the leading dashes) -> its field.
-
-    >>> option_names()["training.seq_len"], option_names()["seq_len"]
-    ('seq_len', 'seq_len')
-    """
-    names: dict[str, str] = {}
-    for field, hint in get_type_hints(TrainConfig, include_extras=True).items():
-        if field == "shape":  # saved by a run, not an option
-            continue
-        aliases = [alias for note in getattr(hint, "__metadata__", ()) for alias in getattr(note, "aliases", None) or ()]
-        names |= {name.removeprefix("--").replace("-", "_"): field for name in (field, *aliases)}
-    return names
-
-
 def field_of(word: str) -> str | None:
     """The field of the option that a word of the command line names, with or without a value; None for any other word.
 
@@ -203,7 +186,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ValueError: no such file, not TOML, an unknown key (the message has a similar name if there is one), two names of one option, a
             value of the wrong type, or a key of torchtitan with a value that mxep does not support.
     """
-    names, hints, values = option_names(), get_type_hints(TrainConfig), dict[str, Any]()
+    names, types, values = option_names(), option_types(), dict[str, Any]()
     for key, value in _read_pairs(path):
         name = key.replace("-", "_")
         if name in TORCHTITAN_ONLY:
@@ -219,7 +202,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             raise ValueError(f"--config: {path}: {key} is given twice, under another name of {flag_of(field)}")
         if field in ("config", "resume_step", "change") or (field == "resume" and value != "auto"):  # every restart would do it again
             raise ValueError(f'--config: {path}: {key} belongs on the command line (resume = "auto" alone may stand in a file)')
-        values[field] = value_from_file(f"--config: {path}: {key}", value, hints[field])
+        values[field] = value_from_file(f"--config: {path}: {key}", value, types[field])
     return values
 
 
