@@ -356,7 +356,7 @@ class TrainConfig:
             if component not in ("model", "loss"):
                 raise ValueError(f"--compile-components={component}, want model or loss or both")
         for name, why in _SINGLE_VALUED.items():
-            default = type(self).__dataclass_fields__[name].default
+            default = getattr(TrainConfig, name)
             if getattr(self, name) != default:
                 raise ValueError(f"{flag_of(name)}={getattr(self, name)}: {why}; want {default}")
 
@@ -422,7 +422,7 @@ def split_names(names: str) -> list[str]:
 
 def save_config(config: TrainConfig, out: Path) -> None:
     """Write the run's options to <out>/config.json, which --resume reads."""
-    lasting = config.to_json() | {name: TrainConfig.__dataclass_fields__[name].default for name in PER_START}
+    lasting = config.to_json() | {name: getattr(TrainConfig, name) for name in PER_START}
     replace_file(out / CONFIG_FILE, (json.dumps(lasting, indent=2) + "\n").encode())
 
 

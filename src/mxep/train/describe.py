@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -108,10 +107,10 @@ def describe_mapped(config: TrainConfig) -> list[str]:
     if config.compile:
         model = "every layer outside of exchanges and routed experts" if "model" in split_names(config.compile_components) else "nothing"
         lines.append(f"--compile compiles {model} ({config.compile_backend}); the loss runs chunk by chunk of tokens, not compiled")
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
     lines += [
-        f"{flag_of(name)}={given[name]} changes nothing {why}" for name, why in _without_effect(config) if given[name] != defaults[name]
+        f"{flag_of(name)}={given} changes nothing {why}"
+        for name, why in _without_effect(config)
+        if (given := getattr(config, name)) != getattr(TrainConfig, name)
     ]
     if config.config is not None and (keys := passed_over(config.config)):
         lines.append(f"{config.config} has keys of torchtitan that mean nothing here and are passed over: {', '.join(keys)}")
