@@ -60,7 +60,6 @@ class Corpus:
     Attributes:
         train, held_out: token ids, of conversations with `NO_TARGET`; no document is in both, not even as a duplicate.
         train_starts, held_out_starts: the index in its stream of each document's first token, int64 (documents,), ascending.
-        num_train_documents, num_held_out_documents: how many documents each stream holds.
         held_out_bytes: UTF-8 bytes of the held-out text, plus one for each document's end.
         fingerprint: hash of the two streams, and of the starts where ids do not tell them; equal fingerprints mean equal batches.
     """
@@ -69,10 +68,18 @@ class Corpus:
     held_out: np.ndarray
     train_starts: np.ndarray
     held_out_starts: np.ndarray
-    num_train_documents: int
-    num_held_out_documents: int
     held_out_bytes: int
     fingerprint: str
+
+    @property
+    def num_train_documents(self) -> int:
+        """Documents of the training stream."""
+        return len(self.train_starts)
+
+    @property
+    def num_held_out_documents(self) -> int:
+        """Documents of the held-out stream."""
+        return len(self.held_out_starts)
 
     @property
     def tokens_per_byte(self) -> float:
@@ -193,9 +200,7 @@ class StreamWriter:
         if not len(train):
             raise ValueError("data: every document is in the validation set too, nothing is left to train on")
         hashed = [train, held_out] if self.tokenizer.marks_ends else [train, held_out, train_starts, held_out_starts]
-        fingerprint = _fingerprint(hashed, self.report)
-        counts = (self.documents[TRAIN], self.documents[HELD_OUT], self.nbytes[HELD_OUT])
-        return Corpus(train, held_out, train_starts, held_out_starts, *counts, fingerprint)
+        return Corpus(train, held_out, train_starts, held_out_starts, self.nbytes[HELD_OUT], _fingerprint(hashed, self.report))
 
 
 def _fingerprint(streams: list[np.ndarray], report: Callable[[str], None]) -> str:
@@ -367,10 +372,8 @@ def _open(folder: Path, dtype: np.dtype, report: Callable[[str], None]) -> Corpu
             block = next((index for index, pair in enumerate(zip(found, sums, strict=True)) if pair[0] != pair[1]), None)
             if block is not None:
                 raise ValueError(f"{name} has another checksum than when it was written, from byte {block * size} on")
-        documents = content["documents"]
         train, held_out, train_starts, held_out_starts = _mapped(folder, dtype)
-        counts = (documents[TRAIN], documents[HELD_OUT], content["bytes"][HELD_OUT])
-        return Corpus(train, held_out, train_starts, held_out_starts, *counts, content["fingerprint"])
+        return Corpus(train, held_out, train_starts, held_out_starts, content["bytes"][HELD_OUT], content["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
             raise  # not a sign of damage
