@@ -7,7 +7,6 @@ torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 from mxep.extras import install_command
 from mxep.train.data.corpus import NO_TARGET
 from mxep.train.data.text_files import TEXT_FIELD
-from mxep.train.data.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer
+from mxep.train.data.tokenizer import TOKENIZER_FILE, FileTokenizer, Tokenizer, hash_of
 
 MESSAGES_FIELD = "messages"
 _PAIR = ("prompt", "completion")
@@ -184,7 +183,7 @@ class ChatRows:
         self.name, self.assistant_only_loss = tokenizer.name, assistant_only_loss
         self.field = MESSAGES_FIELD if field == TEXT_FIELD else field
         facts = ["chat 4", tokenizer.fingerprint, self.template.template, self.template.special_tokens, assistant_only_loss]
-        self.fingerprint = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+        self.fingerprint = hash_of(facts)
 
     def encode_all(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each document, uint32 (tokens,)."""

@@ -30,11 +30,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from mxep.train.data.tokenizer import Encoder, batches
+from mxep.train.data.tokenizer import Encoder, batches, hash_of
 from mxep.train.durable_files import replace_file
 
 TRAIN, HELD_OUT = 0, 1
@@ -339,7 +339,7 @@ def _write(folder: Path, tokenizer: Encoder, fill: Callable[[StreamWriter], None
             "block_bytes": _BLOCK_BYTES,
             "crc32": {name: _checksums(partial / name, _BLOCK_BYTES, report) for name in (*FILES, *STARTS)},
         }
-        replace_file(partial / MANIFEST, json.dumps({**content, "checksum": _digest(content)}, indent=1).encode())
+        replace_file(partial / MANIFEST, json.dumps({**content, "checksum": hash_of(content)}, indent=1).encode())
         try:
             os.replace(partial, folder)
         except OSError:
@@ -363,7 +363,7 @@ def _open(folder: Path, dtype: np.dtype, report: Callable[[str], None]) -> Corpu
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         checksum = content.pop("checksum")
-        if checksum != _digest(content):
+        if checksum != hash_of(content):
             raise ValueError(f"the checksum of {MANIFEST} differs")
         for name, sums in content["crc32"].items():
             found, size = _checksums(folder / name, content["block_bytes"], report), content["block_bytes"]
@@ -378,11 +378,6 @@ def _open(folder: Path, dtype: np.dtype, report: Callable[[str], None]) -> Corpu
         if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
             raise  # not a sign of damage
         raise _DamagedError(f"data: {folder} is damaged: {error}") from error
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """Checksum of a manifest's content."""
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _checksums(path: Path, block_bytes: int, report: Callable[[str], None]) -> list[int]:

@@ -8,8 +8,6 @@ number, on any number of ranks.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +25,7 @@ from mxep.private_folders import cache_folder, make_private
 from mxep.train.data.chat import ChatRows
 from mxep.train.data.corpus import FORMAT, NO_TARGET, Corpus, StreamWriter, prepared, split_by_share, watched, without
 from mxep.train.data.text_files import TEXT_FIELD, RowReader, TextRows, check_cache, find_sources, reading, stream_documents
-from mxep.train.data.tokenizer import ByteTokenizer, Encoder, Tokenizer
+from mxep.train.data.tokenizer import ByteTokenizer, Encoder, Tokenizer, hash_of
 
 _IN_MEMORY_BYTES = 1 << 27  # larger corpora, and those of other tokenizers than bytes, are kept in token files
 
@@ -101,8 +99,7 @@ def load_corpus(
         [[str(path.resolve()), reading(path), stats[path].st_size, stats[path].st_mtime_ns] for s in found for path in s.files]
         for found in (sources, others)
     ]
-    key = json.dumps([FORMAT, encoder.fingerprint, field, held_out_share, [source.searched for source in sources], files])
-    folder = cache / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    folder = cache / hash_of([FORMAT, encoder.fingerprint, field, held_out_share, [source.searched for source in sources], files])
     corpus = prepared(folder, encoder, fill, lambda text: report(f"token files {folder}: {text}"))
     if chat is not None and not (corpus.train < NO_TARGET).any():
         raise ValueError("data: the training conversations have no token of an assistant; check the roles, or --no-assistant-only-loss")

@@ -245,8 +245,12 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
 
 def vocabulary_fingerprint(file: Path) -> str:
     """Hash of the parts of a tokenizer.json that determine ids; layout, padding and truncation do not count."""
-    content = {key: value for key, value in _read_json(file).items() if key not in ("padding", "truncation")}
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hash_of({key: value for key, value in _read_json(file).items() if key not in ("padding", "truncation")})
+
+
+def hash_of(values: Any) -> str:
+    """Hash of JSON values; the order of an object's keys does not count."""
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def check_origin(tokenizer: Tokenizer, folder: Path) -> str:
