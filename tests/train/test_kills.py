@@ -27,7 +27,7 @@ from mxep.train.checkpoint import ShardWriter, read_manifest, save_checkpoint, v
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks, StopRequest
 from mxep.train.metrics import read_metrics
-from mxep.train.rank_control import ECHO_S
+from mxep.train.rank_control import ECHO_S, stop_signals
 from mxep.train.run_folder import list_checkpoints
 from mxep.train.trainer import Trainer
 
@@ -161,7 +161,8 @@ def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float], mo
 def test_one_request_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(mxep.train.distributed.signal, "SIG_DFL", lambda number, _: ended.append(number))
-    with StopRequest() as request:
+    request = StopRequest()
+    with stop_signals(request):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # from the scheduler and from the starter
         assert request.signal == signal.SIGTERM
@@ -178,7 +179,8 @@ def test_the_request_after_the_guards_counts(monkeypatch: pytest.MonkeyPatch) ->
     ended = []
     monkeypatch.setattr(mxep.train.distributed.signal, "SIG_DFL", lambda number, _: ended.append(number))
     monkeypatch.setattr(rank_control, "_signalled_by_guard", True)
-    with StopRequest() as request:
+    request = StopRequest()
+    with stop_signals(request):
         os.kill(os.getpid(), signal.SIGTERM)
         request._since -= ECHO_S
         os.kill(os.getpid(), signal.SIGTERM)

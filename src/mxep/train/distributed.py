@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mxep.comm import close_transports
 from mxep.comm.collective import gather_objects
 from mxep.device import default_device_type
-from mxep.train.rank_control import STORE_VARIABLE, is_second_request, stop_signals
+from mxep.train.rank_control import STORE_VARIABLE, is_second_request
 
 TIMEOUT = timedelta(minutes=10)
 _LONG_TIMEOUT = timedelta(days=1)  # for work that takes as long as its data is large
@@ -143,22 +143,11 @@ def on_all_ranks(work: Callable[[], T]) -> T:
 
 
 class StopRequest:
-    """Notes a signal that asks this rank to end after the step. A second request ends the process at once.
-
-    A context manager for the main thread; it restores the previous handlers.
-    """
+    """Notes a signal that asks this rank to end after the step: a handler for `stop_signals`. A second request ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._since = 0.0
-        self._handling = stop_signals(self._note)
-
-    def __enter__(self) -> StopRequest:
-        self._handling.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handling.__exit__(None, None, None)
 
     def anywhere(self) -> bool:
         """True if any rank was asked to end. A collective."""
@@ -166,7 +155,7 @@ class StopRequest:
         dist.all_reduce(asked)
         return float(asked) > 0
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         second = is_second_request(number, time.monotonic() - self._since)  # asked of the first one too, which may be the guard's
         if self.signal is not None:
             if not second:

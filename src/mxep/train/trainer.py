@@ -66,6 +66,7 @@ from mxep.train.optimizer import (
     optimizer_tensors,
 )
 from mxep.train.optimizer_in_backward import OptimizerInBackward
+from mxep.train.rank_control import stop_signals
 from mxep.train.recompute_budget import RecomputeChoice, agree_on_recompute
 from mxep.train.resolved_config import keep_model, never_used, resolve, routed_as_asked
 from mxep.train.resume import Changes, Difference, find_changes, keeps_order, stage_changes
@@ -296,7 +297,8 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
             save_config(c, self.out)
         profiler = StepProfiler(self.out, c.profile_step, c.profile_steps, rank, self.ranks.device, c.profile_host)
-        with StopRequest() as request, GarbageCollection(c.gc_freq) as garbage, log, self.writer:
+        request = StopRequest()
+        with stop_signals(request), GarbageCollection(c.gc_freq) as garbage, log, self.writer:
             for line in self.describe():
                 log.say(line)
             log.write("run", step=self.step_count, settings=self.config.to_json(), **self.facts())
