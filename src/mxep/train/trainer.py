@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from mxep.comm import Transport, set_transport, transport_of
+from mxep.comm.collective import gather_objects
 from mxep.device import peak_bf16_flops, resolve_gemm_path
 from mxep.json_files import typed
 from mxep.models.flops import flops_per_token
@@ -173,9 +174,8 @@ class Trainer:
             return mode
         if self.recompute is None:
             return "none"
-        stages: list[Any] = [self.recompute.modes] * self.meshes.pp.size()
-        if self.config.pp > 1:
-            dist.all_gather_object(stages, self.recompute.modes, group=self.meshes.pp.get_group())
+        mine = self.recompute.modes
+        stages = gather_objects(mine, self.meshes.pp.get_group()) if self.config.pp > 1 else [mine]
         return tuple(mode for modes in stages for mode in modes)
 
     def _load_corpus(self) -> Corpus:
@@ -189,8 +189,7 @@ class Trainer:
 
     def _check_equal(self, what: str, read: str, value: Any) -> None:
         """Raise ValueError on all ranks where files differ between machines."""
-        found: list[Any] = [None] * self.ranks.world
-        dist.all_gather_object(found, value)
+        found = gather_objects(value)
         other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
         if other is not None:
             raise ValueError(f"{what}: ranks 0 and {other} read different {read}; give every machine the same files")
