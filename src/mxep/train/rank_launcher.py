@@ -129,9 +129,7 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
         choose_run_folder(arm, settings.model)
         _check_buildable(arm, settings)
         arms[recipe] = arm, [*argv, *own]
-    return train_both(
-        recipes, folder, lambda recipe, _: _run_ranks(*arms[recipe]), min(settings.steps, config.stop_after or settings.steps)
-    )
+    return train_both(recipes, folder, lambda recipe, _: _run_ranks(*arms[recipe]), settings.last_step)
 
 
 def _check_buildable(config: TrainConfig, settings: ResolvedConfig) -> None:

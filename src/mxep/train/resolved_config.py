@@ -136,6 +136,7 @@ class ResolvedConfig:
         choice: the model.
         shape: the shape that is trained, with or without YaRN.
         defaults_of: the preset that gives steps, batch and so on if they are not given.
+        last_step: of this start: `steps`, or earlier with --stop-after.
         forward_sequences: of one forward of a rank: the batch, with a pipeline a microbatch.
     """
 
@@ -145,6 +146,7 @@ class ResolvedConfig:
     yarn: bool
     dp_shard: int
     steps: int
+    last_step: int
     batch: int
     seq_len: int
     lr: float
@@ -205,10 +207,10 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     model, shape = choice.name, choice.shape
     defaults_of, defaults = train_defaults(model, shape)
     steps = config.steps or defaults.steps
-    last = min(steps, config.stop_after or steps)
-    if config.profile_step is not None and config.profile_step > last:
+    last_step = min(steps, config.stop_after or steps)
+    if config.profile_step is not None and config.profile_step > last_step:
         raise ValueError(
-            f"--profile-step={config.profile_step}, want at most {last}, the last step of this start; lower it, or leave it out"
+            f"--profile-step={config.profile_step}, want at most {last_step}, the last step of this start; lower it, or leave it out"
         )
     seq_len = config.seq_len or min(defaults.seq_len, shape.max_seq_len)
     if seq_len > shape.max_seq_len:
@@ -246,6 +248,7 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         yarn=yarn,
         dp_shard=dp_shard,
         steps=steps,
+        last_step=last_step,
         batch=batch,
         seq_len=seq_len,
         lr=config.lr or defaults.lr,

@@ -289,7 +289,6 @@ class Trainer:
                 Or what `_read` raises.
         """
         s, c, rank = self.settings, self.config, self.ranks.rank
-        last = min(s.steps, c.stop_after or s.steps)
         begin = partial(self._begin_again, self.step_count) if c.resume else None
         log = MetricsLog(self.out, s.steps, self.step_count, c.log_every, rank == 0, self.tokenizer.unit, c.tensorboard, begin)
         if rank == 0 and not c.resume:  # nothing refuses the start from here on
@@ -312,7 +311,7 @@ class Trainer:
             if self.step_count != self.evaluated:  # the run may have been stopped before this evaluation
                 self._evaluate_into(log)
             pending: PendingStep | None = None  # the previous step; its figures are read after the next one is launched
-            while self.step_count < last and not stopped:
+            while self.step_count < s.last_step and not stopped:
                 profiler.before(self.step_count + 1)
                 counts = c.numerics_every is not None and (self.step_count + 1) % c.numerics_every == 0
                 try:
@@ -327,14 +326,14 @@ class Trainer:
                 pending = launched
                 garbage.after(self.step_count)
                 self._log_lost_checkpoints(log)
-                ends = stopped or self.step_count == last
+                ends = stopped or self.step_count == s.last_step
                 saves = c.checkpoint and self.step_count % s.checkpoint_every == 0
                 if not (ends or saves or counts or self._evaluates() or profiler.waits(self.step_count)):
                     continue
                 self._read(pending, log)
                 pending = None
                 stopped = stopped or self.skipped.stop is not None
-                ends = stopped or self.step_count == last
+                ends = stopped or self.step_count == s.last_step
                 self.clock.interrupt()
                 garbage.collect()
                 for counted in self.numerics.records() if counts else ():
