@@ -72,12 +72,12 @@ class CheckpointWriter:
         self._renew_group()
         self._failure = None
         if not self.background:
-            self._write(self.folder, step, tensors, rank_tensors, facts, self.keep, None, self.lock)
+            self._write(step, tensors, rank_tensors, facts)
             return
         self.prepare(tensors)
         assert self._staging is not None
         own = {name: tensor.clone() for name, tensor in rank_tensors.items()}
-        arguments = (self.folder, step, self._staging.copy(tensors), own, copy.deepcopy(facts), self.keep, self._group, self.lock)
+        arguments = step, self._staging.copy(tensors), own, copy.deepcopy(facts)
         self._thread = threading.Thread(target=self._write, args=arguments, name="mxep-checkpoint", daemon=True)
         self._thread.start()
 
@@ -110,9 +110,9 @@ class CheckpointWriter:
         """Errors of checkpoints that this rank could not write since the last call."""
         return [self._lost.popleft() for _ in range(len(self._lost))]  # the thread may append meanwhile
 
-    def _write(self, *arguments: Any) -> None:
+    def _write(self, step: int, tensors: dict[str, Tensor], rank_tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         try:
-            save_checkpoint(*arguments)
+            save_checkpoint(self.folder, step, tensors, rank_tensors, facts, self.keep, self._group, self.lock)
         except Exception as error:  # may be in a thread: `lost` and `wait` hand it to the caller
             self._failure = error
             self._lost.append(error)
