@@ -66,11 +66,20 @@ class StepRecord:
         """The printed form, torchtitan's with our figures after it; `tps` is tokens per second and rank."""
         mfu, causal, hfu = ("n/a" if share is None else f"{share:.2%}" for share in (self.mfu, self.mfu_causal, self.hfu))
         return (
-            f"step: {self.step:>{max(len(str(steps)), 2)}}  loss: {self.loss:7.4f}  grad_norm: {self.grad_norm:7.4f}  "
+            f"{_step_label(self.step, steps)}  loss: {self.loss:7.4f}  grad_norm: {self.grad_norm:7.4f}  "
             f"memory: {self.memory_gib:5.2f}GiB({self.memory_share:.2%})  tps: {self.tps:,.0f}  tflops: {self.tflops:,.2f}  mfu: {mfu}  "
             f"mfu_causal: {causal}  hfu: {hfu}  "
             f"lr: {self.lr:.2e}  expert load max/mean: {self.load_max_over_mean:.2f}  dead: {self.dead_experts}"
         )
+
+
+def _step_label(step: int, steps: int) -> str:
+    """The beginning of a printed line, as wide for every step of a run of so many.
+
+    >>> _step_label(3, 200)
+    'step:   3'
+    """
+    return f"step: {step:>{max(len(str(steps)), 2)}}"
 
 
 def memory_in_use(device: torch.device, extra_bytes: int = 0) -> tuple[float, float]:
@@ -243,8 +252,8 @@ class MetricsLog:
         """Log and print one skipped step."""
         self.write("skipped_step", **skipped._asdict())
         self._progress.update(self._task, completed=skipped.step)
-        number = f"{skipped.step:>{max(len(str(self.steps)), 2)}}"
-        self.say(f"step: {number}  skipped: {skipped.reason} ({skipped.in_a_row} in a row); the weights stay as they were")
+        label = _step_label(skipped.step, self.steps)
+        self.say(f"{label}  skipped: {skipped.reason} ({skipped.in_a_row} in a row); the weights stay as they were")
 
     def held_out(self, step: int, loss: float, tokens: int, tokens_per_byte: float | None = 1.0) -> None:
         """Log and print one evaluation: loss in nats per token, and per byte, which compares runs with different tokenizers.
@@ -255,7 +264,7 @@ class MetricsLog:
         bits = None if per_byte is None else per_byte / math.log(2)
         self.write("held_out", step=step, loss=loss, tokens=tokens, nats_per_byte=per_byte, bits_per_byte=bits)
         also = "" if self.unit == "byte" or per_byte is None else f" ({per_byte:.4f} nats per byte)"
-        self.say(f"step: {step:>{max(len(str(self.steps)), 2)}}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
+        self.say(f"{_step_label(step, self.steps)}  held-out loss: {loss:.4f} nats per {self.unit}{also}, {tokens:,} tokens")
 
     def plot(self) -> Path | None:
         """Draw the loss of all steps so far to loss.png; returns its path, None if disabled or if it could not be written."""
