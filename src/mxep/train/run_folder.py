@@ -81,11 +81,9 @@ def remove_unpublished(folder: Path) -> None:
 
 def set_aside(path: Path, *, copy: bool = False) -> Path:
     """Move a file or folder to set_aside/ beside it, under a name that is free there, or copy a file; returns where it is now."""
-    number, target = 1, path.parent / SET_ASIDE / path.name
-    target.parent.mkdir(exist_ok=True)
-    while target.exists():
-        number += 1
-        target = target.with_name(f"{path.name}.{number}")
+    aside = path.parent / SET_ASIDE
+    aside.mkdir(exist_ok=True)
+    target = _free(aside / path.name, ".")
     if copy:
         replace_file(target, path.read_bytes())
     else:
@@ -121,8 +119,7 @@ def choose_run_folder(config: TrainConfig, model: str) -> Path:
     Raises:
         ValueError: another run uses the folder, or the folder holds a run that this one does not resume; it is no folder or not writable.
     """
-    out = _free_out(config, model) if config.out is None else config.out
-    _check_writable(out)
+    out = _out_of(config, model)
     if config.out is not None:
         check_unlocked(out)
         check_no_run(config, out)
@@ -146,8 +143,7 @@ def locked_run_folder(config: TrainConfig, model: str, starter: int | None = Non
     """
     made, out = False, Path()
     while not made:
-        out = _free_out(config, model) if config.out is None else config.out
-        _check_writable(out)
+        out = _out_of(config, model)
         try:
             out.mkdir(parents=True)
             made = True
@@ -168,19 +164,21 @@ def locked_run_folder(config: TrainConfig, model: str, starter: int | None = Non
                 out.rmdir()
 
 
-def _free_out(config: TrainConfig, model: str) -> Path:
-    base = RUNS / f"{model}-{config.recipe}"
-    number, out = 1, base
-    while out.exists():
+def _free(path: Path, mark: str) -> Path:
+    """`path`, or if that is taken the first free one of path<mark>2, path<mark>3 and so on."""
+    number, free = 1, path
+    while free.exists():
         number += 1
-        out = base.with_name(f"{base.name}-{number}")
-    return out
+        free = path.with_name(f"{path.name}{mark}{number}")
+    return free
 
 
-def _check_writable(out: Path) -> None:
-    """Raise ValueError if `out` cannot be a folder, or is not writable."""
+def _out_of(config: TrainConfig, model: str) -> Path:
+    """--out, else a free folder in runs/. Raises ValueError if it cannot be a folder, or is not writable."""
+    out = _free(RUNS / f"{model}-{config.recipe}", "-") if config.out is None else config.out
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"train: --out={out}, but {there} is a file; choose another --out")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"train: nothing can be written in {there.absolute()}, where {out} would be; name another folder with --out")
+    return out
