@@ -19,8 +19,8 @@ import os
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -167,7 +167,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     if not (path / MANIFEST).exists():
         raise DamagedCheckpointError(f"checkpoint: {path} has no {MANIFEST}; not a checkpoint of mxep, or damaged")
-    try:
+    with _reading(path):
         text = read_small_text(path / MANIFEST, "checkpoint")
         content = parse_json_object(text, MANIFEST)
         number = typed(content.get("format"), int, f"{MANIFEST}: format")
@@ -176,8 +176,6 @@ def read_manifest(path: Path) -> Manifest:
             if (number == FORMAT or _CHECKSUM in content) and _with_checksum(head) != text.encode():
                 raise ValueError(f"{MANIFEST} does not match its checksum")
             return _parsed(path, content)
-    except ValueError as error:
-        raise DamagedCheckpointError(f"checkpoint: {path} is damaged: {error}") from error
     raise ValueError(f"checkpoint: {path} has format {number}, this mxep reads {_UNCHECKED_FORMAT} and {FORMAT}")
 
 
@@ -213,23 +211,18 @@ def load_checkpoint(manifest: Manifest, tensors: dict[str, Tensor]) -> dict[str,
     """
     _check_shapes(manifest, _merged(_together("checkpoint", lambda: {name: list(tensor.shape) for name, tensor in tensors.items()})))
     _check_together(manifest)
-    try:
+    with _reading(manifest.path):
         dcp.load(tensors, storage_reader=_reader(manifest))
-    except CheckpointException as error:
-        raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {_first_failure(error)}") from error
     mine = f"ranks/rank_{_rank():05d}.safetensors"
-    return _together(f"checkpoint: {manifest.path} is damaged", lambda: load_file(manifest.path / mine) if mine in manifest.files else {})[
-        _rank()
-    ]
+    own = _together(f"checkpoint: {manifest.path} is damaged", lambda: load_file(manifest.path / mine) if mine in manifest.files else {})
+    return own[_rank()]
 
 
 def verify(manifest: Manifest) -> None:
     """Check every file of a checkpoint in this process. Raises DamagedCheckpointError if one is missing, truncated or altered."""
-    try:
+    with _reading(manifest.path):
         for name in manifest.files:
             _check_file(manifest, name)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {error}") from error
 
 
 def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
@@ -239,15 +232,21 @@ def read_tensors(manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
         DamagedCheckpointError: the checkpoint is damaged.
     """
     tensors = {name: torch.empty(manifest.shapes[name]) for name in names}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
-            dcp.load(tensors, storage_reader=_reader(manifest), no_dist=True)
-    except CheckpointException as error:
-        raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {_first_failure(error)}") from error
-    except (SafetensorError, OSError) as error:
-        raise DamagedCheckpointError(f"checkpoint: {manifest.path} is damaged: {error}") from error
+    with _reading(manifest.path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized.*")
+        dcp.load(tensors, storage_reader=_reader(manifest), no_dist=True)
     return tensors
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns the errors of reading the checkpoint at `path` into a DamagedCheckpointError that names it."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise DamagedCheckpointError(f"checkpoint: {path} is damaged: {_first_failure(error)}") from error
+    except (ValueError, OSError, SafetensorError) as error:
+        raise DamagedCheckpointError(f"checkpoint: {path} is damaged: {error}") from error
 
 
 class ShardWriter(HuggingFaceStorageWriter):
