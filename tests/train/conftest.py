@@ -1,15 +1,16 @@
-"""A process group of one rank."""
+"""A short text to train on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def text(tmp_path: Path) -> str:
+    """A file with the source of the json package."""
+    path = tmp_path / "text.py"
+    path.write_text(Path(json.__file__).read_text())
+    return str(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import doctest
-import json
 import pickle
 import sys
 from pathlib import Path
@@ -337,13 +336,6 @@ def test_shards_step_as_the_whole() -> None:
         assert [message.split(":")[1] for message in refused] == [" a", " c"]
         assert "blocks of 256 values, which the shard (9, 384) of (18, 384) from" in refused[0]
         assert "or use --optimizer adamw" in refused[0]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text())
-    return str(path)
 
 
 @pytest.mark.parametrize("precision", KINDS[:2], ids=str)

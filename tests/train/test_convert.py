@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.full_disk import full_beyond
 from tests.steps import written_before
@@ -24,13 +22,6 @@ from mxep.recipe import resolve_recipe
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.trainer import Trainer
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

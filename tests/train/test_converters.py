@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mxep.models.presets import resolve_model
@@ -24,6 +23,7 @@ from mxep.train.metrics import read_metrics
 from mxep.train.option_parser import read_options
 from mxep.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 GAINING = [LinearTimes("h200", "1", 32, 128, 128, bf16=2.0, hp=1.0, mx=1.5), LinearTimes("h200", "1", 32, 96, 96, bf16=2.0, hp=1.9, mx=1.1)]
 
 
@@ -35,13 +35,6 @@ def wide_layers_gain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _gaining_shapes.cache_clear()
     yield
     _gaining_shapes.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(out: Path, *words: str) -> tuple[Trainer, list[float]]:

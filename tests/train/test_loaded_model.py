@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import Tensor
 
@@ -24,13 +22,6 @@ from mxep.train.distributed import Ranks
 from mxep.train.trainer import Trainer
 
 TOKENS = torch.arange(32).view(1, 32) * 7 % 256
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trainer(out: Path, rank: int = 0, world: int = 1, **options: object) -> Trainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +22,6 @@ from mxep.train.trainer import Trainer
 
 IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 LOW_MEMORY: dict[str, Any] = {"optimizer": "adamw8bit", "dtype": "bfloat16"}
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text())
-    return str(path)
 
 
 def count_live(run: Trainer) -> list[int]:

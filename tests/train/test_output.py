@@ -30,13 +30,6 @@ MXEP = [sys.executable, "-m", "mxep", "train"]
 LIMIT_S = 120
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text())
-    return str(path)
-
-
 @pytest.fixture(autouse=True)
 def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PYTHONUNBUFFERED"):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.steps import trainer
 
@@ -22,13 +20,6 @@ from mxep.train.describe import describe_model
 from mxep.train.option_parser import read_options
 from mxep.train.resolved_config import keep_model, resolve
 from mxep.train.trainer import Trainer
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def folder(path: Path, model: str, **changes: Any) -> Path:

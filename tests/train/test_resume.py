@@ -28,13 +28,6 @@ from mxep.train.step import MicrobatchRunner
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text())
-    return str(path)
-
-
-@pytest.fixture
 def other(tmp_path: Path) -> str:
     path = tmp_path / "other.py"
     path.write_text(Path(subprocess.__file__).read_text() + Path(csv.__file__).read_text())

@@ -28,13 +28,6 @@ from mxep.train.run_folder import list_checkpoints
 from mxep.train.trainer import Trainer
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text())
-    return str(path)
-
-
 def not_finite(run: Trainer, steps: Collection[int], value: float = math.nan) -> None:
     """Let these steps have a gradient norm of that value. The gradients stay finite, so a step that is taken shows."""
 

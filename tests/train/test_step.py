@@ -23,13 +23,6 @@ from mxep.train.step import PendingStep
 from mxep.train.trainer import Trainer
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text())
-    return str(path)
-
-
 def test_steps_with_documents_masked(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other losses, fewer products of attention in the figures, the same of both where a document fills every sequence; a run keeps it."""
     monkeypatch.setattr(mxep.train.trainer, "peak_bf16_flops", lambda device: 1e12)

@@ -37,13 +37,6 @@ from mxep.train.step import PendingStep, StepProfiler
 from mxep.train.trainer import Trainer
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text())
-    return str(path)
-
-
 @pytest.mark.parametrize("module", [mxep.train.compare, mxep.train.numerics])
 def test_examples_of(module) -> None:
     assert doctest.testmod(module).attempted
