@@ -220,7 +220,7 @@ def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, mon
         return 0 if Trainer(config, Ranks(0, 1, torch.device("cpu")), config.out).train() else 1, False
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", start)
+    monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", start)
     small = ["--device", "cpu", "--nproc", "1", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--steps", "4", "--data", text]
     assert command([*small, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
     assert arms == ["mxfp8_wgrad_with_hp", "bf16"]
@@ -245,7 +245,7 @@ def test_a_comparison_with_bf16_is_one_with_bf16_as_a_whole(tmp_path: Path, text
         return max(train(recipe, folder / recipe)[0] for recipe in recipes)
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", start)
+    monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", start)
     monkeypatch.setattr(mxep.train.rank_launcher, "train_both", both)
     options = ["--device", "cpu", "--nproc", "1", "--data", text, "--compare", "bf16", "--out", str(tmp_path / "both")]
     mx, hp = "mxfp8_wgrad_with_mx", "mxfp8_wgrad_with_hp"
@@ -284,7 +284,7 @@ def test_a_used_folder_of_the_second_arm_is_an_error_before_the_first_is_trained
 ) -> None:
     (tmp_path / "both" / "bf16" / "checkpoints" / "step_00000003").mkdir(parents=True)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", lambda config, argv: pytest.fail("trained"))
+    monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", lambda config, argv: pytest.fail("trained"))
     assert command(["--compare", "bf16", "--device", "cpu", "--out", str(tmp_path / "both")]) == 2
     assert f"{tmp_path / 'both' / 'bf16'} holds a run already" in capsys.readouterr().err
 
@@ -294,7 +294,7 @@ def test_impossible_options_of_either_arm_are_an_error_before_the_first_is_train
     mx_arm: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(mxep.train.rank_launcher, "_run_ranks", lambda config, argv: pytest.fail("trained"))
+    monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", lambda config, argv: pytest.fail("trained"))
     options = ["--device", "cpu", "--model", "dsv3_debug_cpu", "--out", str(tmp_path / "both")]
     assert command([*mx_arm, *options, "--linear-fqns", "nothing"]) == 2
     assert "nothing" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def command(argv: Sequence[str]) -> int:
         config = read_options(argv)
         watch_starter()
         if "RANK" not in os.environ:
-            return start_ranks(config, argv) if config.compare is None else start_both(config, argv)
+            return start_ranks(config, argv)[0] if config.compare is None else start_both(config, argv)
         if config.compare is not None:
             raise ValueError("--compare starts its ranks itself; leave torchrun out, or train the two recipes one after the other")
         status = run_rank(config, argv)
@@ -129,7 +129,7 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
         choose_run_folder(arm, settings.model)
         _check_buildable(arm, settings)
         arms[recipe] = arm, [*argv, *own]
-    return train_both(recipes, folder, lambda recipe, _: _run_ranks(*arms[recipe]), settings.last_step)
+    return train_both(recipes, folder, lambda recipe, _: start_ranks(*arms[recipe]), settings.last_step)
 
 
 def _check_buildable(config: TrainConfig, settings: ResolvedConfig) -> None:
@@ -143,19 +143,14 @@ def _check_buildable(config: TrainConfig, settings: ResolvedConfig) -> None:
     build_whole(settings.shape, build_options(chosen))
 
 
-def start_ranks(config: TrainConfig, argv: Sequence[str]) -> int:
-    """Start all ranks of this machine as processes, and wait for them; returns the exit status.
+def start_ranks(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
+    """Start all ranks of this machine as processes, and wait for them; returns the exit status, and whether a signal asked to end.
 
     The first SIGINT, SIGTERM or SIGHUP is forwarded, so that every rank ends after its step; a second request ends all ranks at once.
 
     Raises:
         ValueError: errors that show before a rank is started.
     """
-    return _run_ranks(config, argv)[0]
-
-
-def _run_ranks(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
-    """`start_ranks`, and whether a signal asked to end."""
     device_type, world = plan_ranks(config)
     choose_run_folder(config, resolve(config, device_type, world).model)
     for recipe in (config.recipe, config.linear_recipe, config.output_recipe):
