@@ -98,7 +98,7 @@ class Trainer:
         check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world, self.precision, config.optimizer_in_backward)
         self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
         build = build_options(self.config)
-        self.recipe, self.dense_recipe = build.recipe, None if build.linears is None else build.linears.recipe
+        self.recipe = build.recipe
         self.gemm_path = resolve_gemm_path(self.recipe.gemm_path, ranks.device) if self.recipe.gemm == "mxfp8" else None
         self.tokenizer = load_tokenizer(config.tokenizer)
         manifest = open_checkpoint(out / CHECKPOINTS, config.resume_step) if config.resume else None
@@ -143,7 +143,9 @@ class Trainer:
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
         projects = build.output.gemm == "mxfp8" and self.model.output is not None
-        quantized = (self.recipe.gemm == "mxfp8" and layers) or self.dense_recipe or projects  # a pipeline stage may have dense layers only
+        quantized = (
+            (self.recipe.gemm == "mxfp8" and layers) or build.linears is not None or projects
+        )  # a pipeline stage may have dense layers only
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
         if self.weight_cache is not None:
             self.weight_cache.captured = config.cuda_graph  # replays change weights: eager steps and evaluation keep nothing

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,10 +201,6 @@ class TrainingSequences:
         if state.get("seed") != self.seed:
             raise ValueError(f"data: the position belongs to seed {state.get('seed')}, this run has seed {self.seed}")
         self.sequences = typed(state.get("sequences"), int, "data: the position's number of sequences")
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield self.next_batch()
 
     def next_batch(self) -> Batch:
         """This rank's next batch."""
