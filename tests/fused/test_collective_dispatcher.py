@@ -87,10 +87,9 @@ def exchange_indices(ranks: Ranks, alignment: int) -> tuple[list[ModeRows], list
         chosen, weight, tokens = unpack_metadata(metadata)
         received = [count[rank].tolist() for count in counts]
         size = round_up(sum(row[1] for row in received) + local * alignment, alignment)
-        *found, row_map, _ = torch.ops.mxep.index_topk(chosen, weight, 0, local, alignment, size)
-        placed = ExpertRowIndex(*found)
+        placed = ExpertRowIndex(*torch.ops.mxep.index_topk(chosen, weight, 0, local, alignment, size))
         for at, mode in enumerate(MODES):
-            held[at].append(collective_dispatcher.recv_index(mode, placed, row_map, tokens, received))
+            held[at].append(collective_dispatcher.recv_index(mode, placed, tokens, received))
         expert_rows.append(placed.expert_rows)
         scores.append(weight)
         ends.append(placed.offs)
@@ -156,12 +155,11 @@ def test_worked_examples(module: object) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_default_device_changes_nothing(mode: str) -> None:
     """Tensors that are made on the host stay there under `torch.set_default_device("cuda")`."""
-    *found, row_map, _ = torch.ops.mxep.index_topk(torch.tensor([[0, -1], [0, 1]]), torch.rand(2, 2), 0, 2, 0, 4)
-    placed = ExpertRowIndex(*found)
+    placed = ExpertRowIndex(*torch.ops.mxep.index_topk(torch.tensor([[0, -1], [0, 1]]), torch.rand(2, 2), 0, 2, 0, 4))
     received = [[1, 1, 2], [1, 2, 2]]
     tokens = torch.tensor([1, 0], dtype=torch.int32)
-    plain = collective_dispatcher.recv_index(mode, placed, row_map, tokens, received)
+    plain = collective_dispatcher.recv_index(mode, placed, tokens, received)
     with torch.device("meta"):
-        again = collective_dispatcher.recv_index(mode, placed, row_map, tokens, received)
+        again = collective_dispatcher.recv_index(mode, placed, tokens, received)
     assert torch.equal(plain.row_map, again.row_map)
     assert torch.equal(plain.slots, again.slots)

@@ -53,14 +53,12 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
     size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
     placed = []
     for rank in range(world):
-        *found, row_map, choice_of_row = torch.ops.mxep.index_topk(*halves(table), rank, local, alignment, size)
-        found = ExpertRowIndex(*found)
+        found = ExpertRowIndex(*torch.ops.mxep.index_topk(*halves(table), rank, local, alignment, size))
         assert torch.equal(found.offs, packed_ends[rank])
-        placed.append((found, row_map, choice_of_row))
+        placed.append(found)
         scores = halves(table)[1]
-        assert torch.equal(
-            torch.ops.mxep.gather_or_zero(found.expert_rows, choice_of_row), torch.where(found.expert_rows >= 0, scores, 0.0)
-        )
+        of_ids = torch.ops.mxep.gather_or_zero(found.expert_rows, found.scores)
+        assert torch.equal(of_ids, torch.where(found.expert_rows >= 0, scores, 0.0))
     for experts in ranks.experts:
         slots = symmetric_dispatcher.score_slots(experts, local, most)
         assert torch.equal(slots // (most * choices), experts // local), "in the region of the expert's rank"
@@ -73,8 +71,7 @@ def check(ranks: Ranks, alignment: int, seed: int) -> None:
         arrived = scattered(tokens, [part.slots for part in sent], [part.ranks for part in sent], region)
         returned = [torch.full((world, region, 2), GARBAGE) for _ in range(world)]
         for rank in range(world):
-            found, of_row, _ = placed[rank]
-            held = symmetric_dispatcher.recv_index(mode, found, of_row, kept)
+            held = symmetric_dispatcher.recv_index(mode, placed[rank], kept)
             row_map = held.row_map.long()
             count = exchange.held[rank].row_map.shape[0]
             assert torch.equal(row_map[:count] >= 0, exchange.held[rank].row_map >= 0), "the expert rows of the packed exchange"
@@ -107,16 +104,17 @@ def test_a_dispatcher_for_backward_is_computed_from_topk_ids_and_scores() -> Non
         table = torch.cat([torch.ops.mxep.pack_topk(*pair, most) for pair in zip(ranks.experts, ranks.scores, strict=True)])
         size = round_up(sum(map(len, ranks.experts)) * kept + local * alignment, alignment)
         for rank, experts in enumerate(ranks.experts):
-            *found, row_map, scores = torch.ops.mxep.index_topk(*halves(table), rank, local, alignment, size)
-            placed = ExpertRowIndex(*found)
+            placed = ExpertRowIndex(*torch.ops.mxep.index_topk(*halves(table), rank, local, alignment, size))
             transport, exchanges = SimpleNamespace(world=world, rank=rank, or_nan=lambda values: values), []
             for mode in modes:
                 sent = symmetric_dispatcher.send_index(mode, experts, local, world, most)
-                held = symmetric_dispatcher.recv_index(mode, placed, row_map, kept)
+                held = symmetric_dispatcher.recv_index(mode, placed, kept)
                 exchanges.append(SymmetricRowExchange(transport, mode, symmetric_dispatcher.rows_of_region(mode, most, kept), sent, *held))  # type: ignore[arg-type]
             chosen, bits = table[:, :choices].to(saved_dtype(world * local)), table[:, choices:].contiguous()
             layout = _Layout(len(experts), local, alignment, size)
-            dispatcher = SymmetricDispatcher(*exchanges, placed.offs, scores, placed.expert_rows, experts, chosen, bits, layout, 7, 5)
+            dispatcher = SymmetricDispatcher(
+                *exchanges, placed.offs, placed.scores, placed.expert_rows, experts, chosen, bits, layout, 7, 5
+            )
             bare, tensors = dispatcher.for_backward(reads_experts=True)
             assert tensors[:2] == (chosen, bits)
             assert not tensors[2].numel()

@@ -139,11 +139,10 @@ def test_indices_are_those_of_the_cpu() -> None:
             for at, mode in enumerate(MODES):
                 sent = collective_dispatcher.send_index(mode, experts, local, world, int(counts[:, at].sum()))
                 own, size = torch.where(experts < local, experts, -1), choices * tokens + local * 32
-                *placed, row_map, scores = torch.ops.mxep.index_topk(own, own.float(), 0, local, 32, size)
+                index = ExpertRowIndex(*torch.ops.mxep.index_topk(own, own.float(), 0, local, 32, size))
                 rows = [[tokens, int((experts < local).sum()), tokens]]
-                index = ExpertRowIndex(*placed)
-                held = collective_dispatcher.recv_index(mode, index, row_map, torch.arange(tokens, device=device), rows)
-                found += [*sent, *held, *placed, scores]
+                held = collective_dispatcher.recv_index(mode, index, torch.arange(tokens, device=device), rows)
+                found += [*sent, *held, *index]
             results.append([value.cpu() for value in found])
         for got, want in zip(*results, strict=True):
             assert torch.equal(got, want)

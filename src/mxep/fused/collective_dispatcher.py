@@ -16,11 +16,10 @@ of every mode from it.  Two ranks of two experts; token 0 has experts 0 and 3, t
 
 On rank 1, whose experts are 2 and 3, the first row received goes to expert 3, the second to both; groups are padded to 4:
 
->>> *index, row_map, row_scores = torch.ops.mxep.index_topk(torch.tensor([[-1, 1], [0, 1]]), torch.rand(2, 2), 0, 2, 4, 8)
->>> index = ExpertRowIndex(*index)
+>>> index = ExpertRowIndex(*torch.ops.mxep.index_topk(torch.tensor([[-1, 1], [0, 1]]), torch.rand(2, 2), 0, 2, 4, 8))
 >>> index.expert_rows.tolist(), index.offs.tolist()
 ([[-1, 4], [0, 5]], [4, 8])
->>> recv_index("rank_dedup", index, row_map, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]]).row_map.tolist()
+>>> recv_index("rank_dedup", index, torch.tensor([0, 1]), [[0, 0, 0], [2, 3, 2]]).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
 """
 
@@ -112,27 +111,27 @@ def unpack_metadata(metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return metadata[:, :C], metadata[:, C:-1].view(torch.float32), metadata[:, -1]
 
 
-def recv_index(mode: str, index: ExpertRowIndex, row_map: Tensor, tokens: Tensor, received: list[list[int]]) -> RecvIndex:
+def recv_index(mode: str, index: ExpertRowIndex, tokens: Tensor, received: list[list[int]]) -> RecvIndex:
     """The rows of an exchange on the rank of the experts.
 
     Args:
-        index: of the top-k ids (R, C) in rows of rank_dedup.  row_map: (P,) int32, the row of R of each expert row, -1 in padding.
+        index: of the top-k ids (R, C) in rows of rank_dedup.
         tokens: (R,) int32, the numbers of the rows' tokens on the sending rank.
         received: `count_rows` of every rank for this one, rows of this rank's experts: [rank][mode], host ints.
     """
-    expert_rows, _, topk_ids = index
+    expert_rows = index.expert_rows
     if mode == "all_to_all":
         flat, count = expert_rows.flatten(), sum(row[1] for row in received)
         number = torch.where(flat >= 0, (flat >= 0).cumsum(0) - 1, count)  # of each id among this rank's
         slots = flat.new_full((count + 1,), -1).scatter_(0, number, flat)[:count]  # the last one takes ids of other ranks
-        return RecvIndex(pick(topk_ids, number.int()), slots[:, None])
+        return RecvIndex(pick(index.topk_ids, number.int()), slots[:, None])
     if mode == "rank_dedup":
-        return RecvIndex(row_map, expert_rows)
+        return RecvIndex(index.row_map, expert_rows)
     here, whole = (torch.tensor([row[column] for row in received], device="cpu") for column in (0, 2))  # whatever the default is
     starts = (whole.cumsum(0) - whole).repeat_interleave(here).to(expert_rows.device, torch.int32, non_blocking=True)
     rows = starts + tokens
     slots = torch.full((int(whole.sum()), expert_rows.shape[1]), -1, dtype=torch.int32, device=expert_rows.device)
-    return RecvIndex(pick(row_map, rows), slots.index_copy_(0, rows.long(), expert_rows))
+    return RecvIndex(pick(index.row_map, rows), slots.index_copy_(0, rows.long(), expert_rows))
 
 
 # ---------------------------------------------------------------- exchanges
@@ -242,12 +241,8 @@ class CollectiveDispatcher(NamedTuple):
         empty = CollectiveDispatcher(bare[0], bare[1], none, none, none, none, None, *self[-4:])
         return empty, (*exchanges, self.offs, self.scores, self.expert_rows, experts, self.slots)
 
-    def refilled(self, tensors: tuple[Tensor | None, ...]) -> CollectiveDispatcher:
+    def refilled(self, tensors: tuple[Tensor, ...]) -> CollectiveDispatcher:
         sent, sent_slots, row_map, row_slots, tokens, combine_map, offs, scores, expert_rows, experts, slots = tensors
-        assert row_map is not None
-        assert offs is not None
-        assert scores is not None
-        assert expert_rows is not None
         slots_of_rows = expert_rows if row_slots is None else row_slots
         dispatch = self.dispatch._replace(tokens=sent, sent_slots=sent_slots, row_map=row_map, row_slots=slots_of_rows)
         combine_map = row_map if combine_map is None else combine_map
@@ -292,19 +287,19 @@ def _plan_alone(spec: DispatchSpec, experts: Tensor, scores: Tensor, saved_dtype
     """`plan` on one rank, by the kernels that index over symmetric memory; a row is a token or, in all_to_all, a top-k id."""
     T, C = experts.shape
     num_expert_rows = round_up(T * C + spec.experts * spec.alignment, spec.alignment)
-    found = direct.index_topk(experts, scores, 0, spec.experts, spec.alignment, num_expert_rows)
-    expert_rows, offs, topk_ids, row_map, row_scores = found
+    index = ExpertRowIndex(*direct.index_topk(experts, scores, 0, spec.experts, spec.alignment, num_expert_rows))
+    expert_rows = index.expert_rows
 
     def exchange(mode: str) -> CollectiveRowExchange:
         if mode != "all_to_all":
-            return CollectiveRowExchange(mode, "", [T], [T], None, None, row_map, expert_rows)
+            return CollectiveRowExchange(mode, "", [T], [T], None, None, index.row_map, expert_rows)
         rows = torch.arange(T * C, dtype=torch.int32, device=experts.device)
         tokens = torch.div(rows, C, rounding_mode="floor")
-        return CollectiveRowExchange(mode, "", [T * C], [T * C], tokens, rows.view(T, C), topk_ids, expert_rows.view(-1, 1))
+        return CollectiveRowExchange(mode, "", [T * C], [T * C], tokens, rows.view(T, C), index.topk_ids, expert_rows.view(-1, 1))
 
     exchanges = {mode: exchange(mode) for mode in dict.fromkeys(spec.modes)}
     dispatch, combine = (exchanges[mode] for mode in spec.modes)
-    return CollectiveDispatcher(dispatch, combine, offs, row_scores, expert_rows, experts, None, ([T], [T]), T, saved_dtype)
+    return CollectiveDispatcher(dispatch, combine, index.offs, index.scores, expert_rows, experts, None, ([T], [T]), T, saved_dtype)
 
 
 def _plan_with_peers(
@@ -323,11 +318,10 @@ def _plan_with_peers(
     metadata = direct.exchange_rows(metadata, splits[1], splits[0], group_name)
     *topk, tokens = unpack_metadata(metadata)
     num_expert_rows = round_up(sum(column(received, "all_to_all")) + num_local * spec.alignment, spec.alignment)
-    *found, row_map, row_scores = direct.index_topk(*topk, 0, num_local, spec.alignment, num_expert_rows)
-    index = ExpertRowIndex(*found)
+    index = ExpertRowIndex(*direct.index_topk(*topk, 0, num_local, spec.alignment, num_expert_rows))
 
     def exchange(mode: str) -> CollectiveRowExchange:
-        received_rows = recv_index(mode, index, row_map, tokens, received)
+        received_rows = recv_index(mode, index, tokens, received)
         return CollectiveRowExchange(mode, group_name, column(sent, mode), column(received, mode), *sends[mode], *received_rows)
 
     dispatch = exchange(spec.modes[0])
@@ -335,7 +329,7 @@ def _plan_with_peers(
     slots = sends["rank_dedup"].slots.gather(1, torch.div(experts, num_local, rounding_mode="floor"))
     num_tokens = sum(column(received, "all_ranks"))
     return CollectiveDispatcher(
-        dispatch, combine, index.offs, row_scores, index.expert_rows, experts, slots, splits, num_tokens, saved_dtype
+        dispatch, combine, index.offs, index.scores, index.expert_rows, experts, slots, splits, num_tokens, saved_dtype
     )
 
 

@@ -39,17 +39,21 @@ _NUMBERS = (
 
 
 class ExpertRowIndex(NamedTuple):
-    """The expert rows of the top-k ids (R, C) of some rows.
+    """The expert rows of the top-k ids (R, C) of some rows, as `torch.ops.mxep.index_topk` returns them.
 
     Attributes:
         expert_rows: (R, C) int32, -1 for an expert of another rank.
         offs: (L,) int32 END offsets of the local experts' rows.
         topk_ids: (P,) int32, the id of each expert row as row * C + column, -1 in padding.
+        row_map: (P,) int32, the row of R of each expert row, -1 in padding.
+        scores: (P,) float32, the score of each expert row, 0 in padding.
     """
 
     expert_rows: Tensor
     offs: Tensor
     topk_ids: Tensor
+    row_map: Tensor
+    scores: Tensor
 
 
 class RecvIndex(NamedTuple):

@@ -32,11 +32,10 @@ expert rows 4, 0 and 5, each group padded to 4:
 
 >>> table = torch.ops.mxep.pack_topk(experts, scores, 3)
 >>> table = torch.cat((table, torch.full_like(table, -1)))
->>> *index, row_map, row_scores = torch.ops.mxep.index_topk(table[:, :2], table[:, 2:].view(torch.float32), 1, 2, 4, 8)
->>> index = ExpertRowIndex(*index)
->>> recv_index("rank_dedup", index, row_map, 2).row_map.tolist()
+>>> index = ExpertRowIndex(*torch.ops.mxep.index_topk(table[:, :2], table[:, 2:].view(torch.float32), 1, 2, 4, 8))
+>>> recv_index("rank_dedup", index, 2).row_map.tolist()
 [1, -1, -1, -1, 0, 1, -1, -1]
->>> received = recv_index("all_to_all", index, row_map, 2)
+>>> received = recv_index("all_to_all", index, 2)
 >>> received.row_map.tolist(), received.slots.flatten().tolist()
 ([2, -1, -1, -1, 0, 3, -1, -1], [4, -1, 0, 5, -1, -1, -1, -1, -1, -1, -1, -1])
 """
@@ -117,25 +116,25 @@ def score_slots(experts: Tensor, num_local_experts: int, most: int) -> Tensor:
     return torch.div(experts, num_local_experts, rounding_mode="floor") * (most * experts.shape[1]) + topk_ids
 
 
-def recv_index(mode: str, index: ExpertRowIndex, row_map: Tensor, per_token: int) -> RecvIndex:
+def recv_index(mode: str, index: ExpertRowIndex, per_token: int) -> RecvIndex:
     """The rows of an exchange on the rank of the experts.
 
     Args:
-        index: of the top-k ids of all ranks' tokens (R, C), R = W*S.  row_map: (P,) int32, the row of R of each expert row, -1 in padding.
+        index: of the top-k ids of all ranks' tokens (R, C), R = W*S.
         per_token: K.
 
     Returns:
         row_map (P,) int32; slots (R, C) or, in all_to_all, (R*K, 1) int32.
     """
-    expert_rows, _, topk_ids = index
+    expert_rows = index.expert_rows
     if mode != "all_to_all":
-        return RecvIndex(row_map, expert_rows)
+        return RecvIndex(index.row_map, expert_rows)
     R, here = expert_rows.shape[0], expert_rows >= 0
     number = here.cumsum(1, dtype=torch.int32) - 1
     slots = torch.full((R, per_token + 1), -1, dtype=torch.int32, device=expert_rows.device)  # the last one takes ids of other ranks
     slots = slots.scatter_(1, torch.where(here, number, per_token).long(), expert_rows)[:, :per_token]
     rows = torch.arange(R, device=expert_rows.device, dtype=torch.int32)[:, None] * per_token + number
-    return RecvIndex(pick(topk_ids, rows.flatten()), slots.reshape(R * per_token, 1))
+    return RecvIndex(pick(index.topk_ids, rows.flatten()), slots.reshape(R * per_token, 1))
 
 
 # ---------------------------------------------------------------- exchanges
@@ -340,10 +339,10 @@ class SymmetricDispatcher(NamedTuple):
             mode: exchange._replace(sent=send_index(mode, experts, layout.experts, transport.world, most))
             for mode, exchange in bare.items()
         }
-        exchanges, index, scores = _index_expert_rows(exchanges, topk_ids.int(), score_bits.view(torch.float32), layout, transport)
+        exchanges, index = _index_expert_rows(exchanges, topk_ids.int(), score_bits.view(torch.float32), layout, transport)
         dispatch, combine = exchanges[self.dispatch.mode], exchanges[self.combine.mode]
         tables = experts, topk_ids, score_bits, layout
-        return SymmetricDispatcher(dispatch, combine, index.offs, scores, index.expert_rows, *tables, self.tokens, self.expected_rows)
+        return SymmetricDispatcher(dispatch, combine, index.offs, index.scores, index.expert_rows, *tables, self.tokens, self.expected_rows)
 
     def start_scores_to_tokens(self, d_scores: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
         transport = self.dispatch.transport
@@ -366,22 +365,21 @@ def _index_expert_rows(
     layout: _Layout,
     transport: SymmetricTransport,
     sync_row_count: bool = False,
-) -> tuple[dict[str, SymmetricRowExchange], ExpertRowIndex, Tensor]:
-    """The exchanges on the rank of the experts, the index of all ranks' top-k ids (R, C), and the score of each expert row (P,).
+) -> tuple[dict[str, SymmetricRowExchange], ExpertRowIndex]:
+    """The exchanges on the rank of the experts, and the index of all ranks' top-k ids (R, C).
 
     With `sync_row_count`, P is the number of rows received, padded.
     """
     sizes = layout.experts, layout.alignment, layout.num_expert_rows
-    *found, row_map, scores = torch.ops.mxep.index_topk(topk_ids, scores, transport.rank, *sizes)
-    index = ExpertRowIndex(*found)
+    index = ExpertRowIndex(*torch.ops.mxep.index_topk(topk_ids, scores, transport.rank, *sizes))
     if sync_row_count:
         count = int(index.offs[-1])  # host sync: asked for
-        index, row_map, scores = index._replace(topk_ids=index.topk_ids[:count]), row_map[:count], scores[:count]
+        index = ExpertRowIndex(*index[:2], *(of_expert_rows[:count] for of_expert_rows in index[2:]))
     per_token, indexed = min(index.expert_rows.shape[1], layout.experts), dict[str, SymmetricRowExchange]()
     for mode, exchange in exchanges.items():
-        exchange_map, row_slots = recv_index(mode, index, row_map, per_token)
-        indexed[mode] = exchange._replace(row_map=exchange_map, row_slots=row_slots)
-    return indexed, index, transport.or_nan(scores)
+        row_map, row_slots = recv_index(mode, index, per_token)
+        indexed[mode] = exchange._replace(row_map=row_map, row_slots=row_slots)
+    return indexed, index._replace(scores=transport.or_nan(index.scores))
 
 
 # ---------------------------------------------------------------- planning
@@ -437,7 +435,7 @@ def plan(
         raise
     table = started_table()
     of_all = table[:, :C], table[:, C:].view(torch.float32)
-    exchanges, index, row_scores = _index_expert_rows(exchanges, *of_all, layout, transport, spec.sync_row_count)
+    exchanges, index = _index_expert_rows(exchanges, *of_all, layout, transport, spec.sync_row_count)
     dispatch, combine = (exchanges[mode] for mode in spec.modes)
     expected_rows = None if spec.sync_row_count else -(-sum(counts) * C // world)
     topk_ids = score_bits = experts.new_empty(0)
@@ -446,6 +444,6 @@ def plan(
         topk_ids, score_bits = table[:, :C].to(saved_dtype), table[:, C:].contiguous()
         # This rank's ids as they are here: a table that did not arrive in time has no valid ids, which must not become indices.
         topk_ids[transport.rank * most :][:T].copy_(experts)
-    tables = experts, topk_ids, score_bits, layout._replace(num_expert_rows=row_scores.shape[0])
-    dispatcher = SymmetricDispatcher(dispatch, combine, index.offs, row_scores, index.expert_rows, *tables, sum(counts), expected_rows)
+    tables = experts, topk_ids, score_bits, layout._replace(num_expert_rows=index.scores.shape[0])
+    dispatcher = SymmetricDispatcher(dispatch, combine, index.offs, index.scores, index.expert_rows, *tables, sum(counts), expected_rows)
     return dispatcher, started_tokens()
