@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from mxep.comm import group_name_of, resolve_group, transport_of
 from mxep.fused.dispatcher import DispatchSpec, RowExchange
 from mxep.fused.make_dispatcher import ep_degree, make_dispatcher
 from mxep.fused.options import resolve_runtime
-from mxep.fused.runtime_config import CombineMode, DispatchMode, RuntimeEPConfig
+from mxep.fused.runtime_config import CombineMode, DispatchMode, RuntimeEPConfig, mode_of
 from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK, record_bytes
@@ -36,8 +36,6 @@ _EXPERTS_A_RANK = 16  # the default; times depend only on how many experts of a 
 _RUNS, _WARM = 20, 3
 _SEED = 11
 WAYS = ("to_experts", "to_tokens", "to_tokens_backward")
-_DISPATCH: dict[str, DispatchMode] = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather"}
-_COMBINE: dict[str, CombineMode] = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "reduce_scatter"}
 
 
 class ExchangeTime(NamedTuple):
@@ -125,7 +123,7 @@ class NetworkProfiler:
         device: torch.device | None = None,
     ) -> None:
         self.group_name = group_name_of(_WHERE, group)
-        world = dist.get_world_size(resolve_group(_WHERE, self.group_name)) if self.group_name else 1
+        world = 1 if self._group is None else dist.get_world_size(self._group)
         self.num_experts = _EXPERTS_A_RANK * world if num_experts is None else num_experts
         for name, value in (("T_local", T_local), ("D", D), ("C", C), ("num_experts", self.num_experts)):
             check_count(_WHERE, name, value)
@@ -135,11 +133,15 @@ class NetworkProfiler:
                 "experts, bfloat16 or float32"
             )
         self.world, self.T, self.D, self.C, self.dtype = world, T_local, D, C, dtype
-        self.config, self.recipe = resolve_runtime("NetworkProfiler", config), resolve_recipe(recipe)
-        on_gpu = self.group_name and "nccl" in dist.get_backend(resolve_group(_WHERE, self.group_name))
-        self.device = device or torch.device("cuda", torch.cuda.current_device()) if on_gpu else device or torch.device("cpu")
+        self.config, self.recipe = resolve_runtime(_WHERE, config), resolve_recipe(recipe)
+        on_gpu = self._group is not None and "nccl" in dist.get_backend(self._group)
+        self.device = device or (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
         ep_degree(self.group_name, self.num_experts, self.device)
         self.found: NetworkProfile | None = None
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        return resolve_group(_WHERE, self.group_name) if self.group_name else None
 
     def profile(self, histogram: Tensor | None = None) -> RuntimeEPConfig:
         """Measure, keep everything in `found`, and return the configuration with the fastest modes.
@@ -157,8 +159,8 @@ class NetworkProfiler:
             raise ValueError(
                 f"{_WHERE}: histogram of shape {tuple(histogram.shape)}, want ({self.num_experts},) counts of at least 0, not all 0"
             )
-        group = resolve_group(_WHERE, self.group_name) if self.group_name else None
-        experts = draw_topk(self.T, self.C, histogram.to(self.device), _SEED + (dist.get_rank(group) if group is not None else 0))
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        experts = draw_topk(self.T, self.C, histogram.to(self.device), _SEED + rank)
         scores = torch.full(experts.shape, 1 / self.C, device=self.device)
         tokens = torch.randn(self.T, self.D, device=self.device).to(self.dtype)
         times: list[ExchangeTime] = []
@@ -188,12 +190,12 @@ class NetworkProfiler:
         recipe, config = self.config.apply_to(self.recipe), self.config
         ms = {(time.mode, time.way, time.precision): time.ms for time in times}
         dispatch = {
-            name: ms[mode, "to_experts", recipe.dispatch] + ms[mode, "to_tokens_backward", config.dispatch_backward]
-            for mode, name in _DISPATCH.items()
+            name: ms[mode_of(name), "to_experts", recipe.dispatch] + ms[mode_of(name), "to_tokens_backward", config.dispatch_backward]
+            for name in get_args(DispatchMode)
         }
         combine = {
-            name: ms[mode, "to_tokens", config.combine_forward] + ms[mode, "to_experts", recipe.combine_backward]
-            for mode, name in _COMBINE.items()
+            name: ms[mode_of(name), "to_tokens", config.combine_forward] + ms[mode_of(name), "to_experts", recipe.combine_backward]
+            for name in get_args(CombineMode)
         }
         config = replace(config, dispatch=min(dispatch, key=dispatch.__getitem__), combine=min(combine, key=combine.__getitem__))
         return NetworkProfile(times, *self._limit(), dispatch, combine, config)
@@ -214,8 +216,8 @@ class NetworkProfiler:
 
     def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        if self.group_name:
-            dist.all_reduce(tensor, op, group=resolve_group(_WHERE, self.group_name))
+        if self._group is not None:
+            dist.all_reduce(tensor, op, group=self._group)
         return tensor.item()
 
     def _ms(self, run: Callable[[], object]) -> float:
@@ -226,8 +228,8 @@ class NetworkProfiler:
         return statistics.median(samples)
 
     def _one_ms(self, run: Callable[[], object]) -> float:
-        if self.group_name:
-            dist.all_reduce(torch.zeros((), device=self.device), group=resolve_group(_WHERE, self.group_name))
+        if self._group is not None:
+            dist.all_reduce(torch.zeros((), device=self.device), group=self._group)
         if self.device.type != "cuda":
             start = time.perf_counter()
             run()

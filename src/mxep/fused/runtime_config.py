@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from mxep.field_types import check_field_types
 from mxep.json_files import parse_json_object, read_small_text
@@ -14,11 +14,12 @@ from mxep.recipe import Precision, Recipe
 KeepFirst = Literal[True, False, "mxfp8"]
 DispatchMode = Literal["rank_dedup", "all_to_all", "all_gather"]
 CombineMode = Literal["rank_dedup", "all_to_all", "reduce_scatter"]
-_DISPATCH = ("rank_dedup", "all_to_all", "all_gather")
-_COMBINE = ("rank_dedup", "all_to_all", "reduce_scatter")
-_KEEP = (False, True, "mxfp8")
 _MAX_BYTES = 1 << 20  # of a file
-_MODE_OF = {"all_gather": "all_ranks", "reduce_scatter": "all_ranks"}  # see mxep.fused.dispatcher
+
+
+def mode_of(name: DispatchMode | CombineMode) -> str:
+    """The mode of the row exchange (`mxep.fused.dispatcher`) that an option names: an all-gather and a reduce-scatter are one."""
+    return "all_ranks" if name in ("all_gather", "reduce_scatter") else name
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,16 @@ class RuntimeEPConfig:
     @property
     def wires(self) -> tuple[str, str]:
         """(mode of dispatch, mode of combine); see `mxep.fused.dispatcher`."""
-        return _MODE_OF.get(self.dispatch, self.dispatch), _MODE_OF.get(self.combine, self.combine)
+        return mode_of(self.dispatch), mode_of(self.combine)
 
     @property
     def number(self) -> int:
         """A number, another one for every other configuration."""
-        own = (_DISPATCH.index(self.dispatch), _COMBINE.index(self.combine), self.combine_forward == "mxfp8")
-        kept = _KEEP.index(self.keep_first_product), self.redispatch_x_in_backward, self.cpu_sync_on_runtime, self.keep_dgrad_weights
+        chosen = ((DispatchMode, self.dispatch), (CombineMode, self.combine), (KeepFirst, self.keep_first_product))
+        precisions = self.combine_forward == "mxfp8", self.dispatch_backward == "mxfp8"
+        switches = self.redispatch_x_in_backward, self.cpu_sync_on_runtime, self.keep_dgrad_weights
         scratch = 1 + self.scratch_rows if isinstance(self.scratch_rows, int) else self.scratch_rows == "auto"
-        digits = (*own, self.dispatch_backward == "mxfp8", *kept, scratch)
+        digits = (*(get_args(kind).index(value) for kind, value in chosen), *precisions, *switches, scratch)
         return sum(int(digit) * 3**place for place, digit in enumerate(digits))
 
     def apply_to(self, recipe: Recipe) -> Recipe:
