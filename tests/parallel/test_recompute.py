@@ -54,9 +54,9 @@ def step(block: nn.Module) -> tuple[list[Tensor], Counter[str], Counter[tuple[in
     x = torch.randn(2, 24, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
     forms, make = Counter[tuple[int, str]](), Weights._make
 
-    def noted(weights: Weights, names: tuple[str, ...], path: str) -> object:
+    def noted(weights: Weights, names: tuple[str, ...]) -> object:
         forms.update((weights._parts[0].shape[1], name) for name in names)
-        return make(weights, names, path)
+        return make(weights, names)
 
     with pytest.MonkeyPatch.context() as patch, Count() as count:
         patch.setattr(Weights, "_make", noted)

@@ -234,7 +234,7 @@ def is_transposed(weight: Tensor) -> bool:
 
 def _quantize_weight(weight: Tensor, mode: str) -> Bytes:
     """(qdata, scale) of (G, N, K) 1x32 along K, any strides; a transposed view is read without a copy."""
-    if weight.stride(-1) != 1 and weight.stride(-2) == 1:
+    if is_transposed(weight):
         return direct.quantize_columnwise(weight.transpose(-2, -1), mode)
     return direct.quantize(weight.contiguous(), mode)
 
@@ -255,7 +255,7 @@ class Weights:
         cache: keeps quantised forms from call to call; None, or a cache that is switched off now, keeps none.
         keep: whether this object keeps each form that it has made.  Several chunks share it then; for one chunk it would only take memory.
         dtype: to which high-precision GEMMs round the weights, None: not at all.  `gemm.weight_dtype` says so for the others.
-        forward, dgrad: data and scale of forms that are made already; None, or a pair of None, for none.
+        forward, dgrad: data and scale of forms that are made already, a pair of None for none.
     """
 
     def __init__(
@@ -266,8 +266,8 @@ class Weights:
         cache: CachedWeight | None = None,
         keep: bool = False,
         dtype: torch.dtype | None = None,
-        dgrad: SavedForm | None = None,
-        forward: SavedForm | None = None,
+        dgrad: SavedForm = (None, None),
+        forward: SavedForm = (None, None),
     ) -> None:
         self.gemm, self._dtype = gemm, dtype if gemm is None else gemm.weight_dtype
         parts: tuple[Tensor, ...] = (first,) if second is None else (first, second)
@@ -282,9 +282,9 @@ class Weights:
         self._cache = cache if cache is not None and not self._frozen and cache.cache.serves() else None
         self._concat: Tensor | None = None
         self._forms: dict[str, Bytes] = {}
-        for which, made in zip(_DIRECTIONS, (forward, dgrad), strict=True):
-            if made is not None and made[0] is not None and made[1] is not None:
-                self._forms[which] = made[0], made[1]
+        for which, (data, scale) in zip(_DIRECTIONS, (forward, dgrad), strict=True):
+            if data is not None and scale is not None:
+                self._forms[which] = data, scale
 
     @property
     def transposed(self) -> bool:
@@ -311,28 +311,23 @@ class Weights:
 
     def quantized(self, which: str) -> Bytes:
         """What "forward", (L, N, K), or "dgrad", (L, K, N), reads: MX bytes, or the rebased form if it is kept."""
-        assert self.gemm is not None
+        gemm = self.gemm
+        assert gemm is not None
         if which in self._forms:
             return self._forms[which] if self._keep or which == "dgrad" else self._forms.pop(which)
-        path = self.gemm.path_to(self.gemm.out_dtype)
-        if self._frozen:
-            made = self._frozen_form(which, path)
-            if self._keep:
-                self._forms[which] = made
-            return made
-        # One pass makes both forms of a weight that is trained, if they stay.
-        both = self._cache is not None and any(part.requires_grad for part in self._parts) and GEMM_PATHS[path].granularity is not None
-        names = _DIRECTIONS if both else (which,)
         if self._cache is not None:
-            key = self.gemm.mode, "+".join(names), path, self._dtype
-            kept = self._cache.find(self._parts, key, lambda: tuple(tensor for form in self._make(names, path) for tensor in form))
+            # One pass makes both forms of a weight that is trained, since they stay.
+            trained = self._parts[0].requires_grad or self._parts[-1].requires_grad
+            names = _DIRECTIONS if trained and gemm.rebased is not None else (which,)
+            key = gemm.mode, "+".join(names), gemm.path_to(gemm.out_dtype), self._dtype
+            kept = self._cache.find(self._parts, key, lambda: tuple(tensor for form in self._make(names) for tensor in form))
             if kept is not None:
                 forms = dict(zip(names, zip(kept[::2], kept[1::2], strict=True), strict=True))
                 found = forms.pop(which)
                 if not self._compares():
                     self._forms |= forms  # the other one, if there are both
                 return found
-        (made,) = self._make((which,), path)
+        made = self._frozen_form(which) if self._frozen else self._make((which,))[0]
         if self._keep and self._cache is None:
             self._forms[which] = made
         return made
@@ -360,28 +355,30 @@ class Weights:
             return None, None
         if self._cache is not None:
             return (None, None) if self._compares() else self.quantized("dgrad")
-        forward, dgrad = self._make(_DIRECTIONS, self.gemm.path_to(self.gemm.out_dtype))
+        forward, dgrad = self._make(_DIRECTIONS)
         self._forms |= {"forward": forward} | ({"dgrad": dgrad} if self._keep else {})
         data, scale = dgrad
         return data, scale
 
-    def _frozen_form(self, which: str, path: str) -> Bytes:
+    def _frozen_form(self, which: str) -> Bytes:
         """A form of weights that are frozen in MX: their bytes; along the other dimension the values, quantised once more."""
+        gemm = self.gemm
+        assert gemm is not None
         if all(part.transposed == (which == "dgrad") for part in self._frozen):
             along = 1 if which == "forward" else 2
             form = _concat_bytes([w.qdata for w in self._frozen], along), _concat_bytes([w.scale for w in self._frozen], along)
-            return form if GEMM_PATHS[path].granularity is None else direct.rebase_weight(*form)
-        assert self.gemm is not None
+            return form if gemm.rebased is None else direct.rebase_weight(*form)
         keeps = [part.kept for part in self._frozen if part.kept is not None]
         if len(keeps) < len(self._frozen):
-            return self._quantized_again(which, path)
+            return self._quantized_again(which)
         # Another weight is compared as an object, which the entry holds: an address may be that of one that is gone.
-        forms, key, facts = keeps[0].forms, (which, self.gemm.mode, path), (keeps[0].writes, *((kept, kept.writes) for kept in keeps[1:]))
+        forms, key = keeps[0].forms, (which, gemm.mode, gemm.path_to(gemm.out_dtype))
+        facts = keeps[0].writes, *((kept, kept.writes) for kept in keeps[1:])
         if key not in forms or forms[key][0] != facts:
-            forms[key] = facts, self._quantized_again(which, path)
+            forms[key] = facts, self._quantized_again(which)
         return forms[key][1]  # type: ignore[no-any-return]
 
-    def _quantized_again(self, which: str, path: str) -> Bytes:
+    def _quantized_again(self, which: str) -> Bytes:
         """The values of frozen weights in bf16, which holds e4m3 times a power of two exactly, quantised along the other dimension.
 
         For an FP8 path one pass reads the bytes, and the values are never in memory; except where one of two weights is transposed, which
@@ -389,23 +386,23 @@ class Weights:
         """
         assert self.gemm is not None
         first, second = self._frozen[0], self._frozen[1] if len(self._frozen) > 1 else None
-        if GEMM_PATHS[path].granularity is not None and (second is None or not (first.transposed or second.transposed)):
+        if self.gemm.rebased is not None and (second is None or not (first.transposed or second.transposed)):
             qdata, scale = (None, None) if second is None else (second.qdata, second.scale)
             made = direct.quantize_weight(first.qdata, qdata, self.gemm.mode, False, True, scale=first.scale, second_scale=scale)
             return made[0], made[1]
         values = [dequantize_data(part, torch.bfloat16) for part in self._frozen]
-        (form,) = Weights(values[0], None if second is None else values[1], self.gemm)._make((which,), path)
+        (form,) = Weights(values[0], None if second is None else values[1], self.gemm)._make((which,))
         return form
 
-    def _make(self, names: tuple[str, ...], path: str) -> Sequence[Bytes]:
+    def _make(self, names: tuple[str, ...]) -> Sequence[Bytes]:
         """The forms of these names, as the GEMM path reads them: MX bytes, or e4m3 with one exponent per output column."""
         assert self.gemm is not None
         mode = self.gemm.mode
-        if GEMM_PATHS[path].granularity is None:
+        if self.gemm.rebased is None:
             weight = self.concat()
             return [_quantize_weight(weight if name == "forward" else weight.transpose(-2, -1), mode) for name in names]
         first, second = self._parts[0], self._parts[1] if len(self._parts) > 1 else None
-        transposed = first.stride(-1) != 1 and first.stride(-2) == 1 and second is None  # read without a copy
+        transposed = self.transposed  # read without a copy
         directions = "forward" in names, "dgrad" in names
         rowwise, columnwise = directions[::-1] if transposed else directions
         rounds = self._dtype == torch.bfloat16 and first.dtype == torch.float32
