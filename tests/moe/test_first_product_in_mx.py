@@ -10,7 +10,7 @@ from tests.moe_truth import D, H, draw, error, make, truth, walk
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 
-from mxep.grouped_mm.products import quantized
+from mxep.grouped_mm.products import gemm_options, quantized
 from mxep.moe import FusedMoE, RuntimeEPConfig, expert_mlp, fused_moe, saved_bytes
 from mxep.moe.expert_mlp import Activation, ExpertOptions, ExpertRows, ExpertWeights
 from mxep.mx.tensor import MXTensor, dequantize_data
@@ -35,8 +35,9 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
     """
     generator = torch.Generator().manual_seed(3)
     form = SwiGLU(1.0, 1.702, 1.0) if name == "clamped" else SwiGLU()
-    activation = Activation("swiglu" if name == "clamped" else name, layout, mode, (form.limit, form.alpha, form.offset))
-    options = ExpertOptions(None, activation, padding_rows="skip")
+    activation = Activation("swiglu" if name == "clamped" else name, layout, tuple(form))
+    gemm = gemm_options(torch.device("cpu"), torch.bfloat16, "auto", "mx", mode, pad_groups=False) if mode else None
+    options = ExpertOptions(gemm, activation, padding_rows="skip")
     first, dh = (draw(generator, 70, width).bfloat16() for width in (H if name == "relu2" else 2 * H, H))
     bias, offs, scores = draw(generator, 2, first.shape[1]), torch.tensor([32, 64], dtype=torch.int32), torch.rand(70)
     given = ExpertWeights(dh, dh, b1=bias), ExpertRows(offs, scores), options

@@ -68,8 +68,7 @@ class FusedOptions(NamedTuple):
         """The options for that many tokens of all ranks: with GEMMs in high precision if these are too few (`Recipe.hp_below_rows`)."""
         if self.experts.gemm is None or not self.recipe.multiplies_in_hp(tokens * self.router.top_k, self.router.num_experts):
             return self
-        experts = self.experts
-        return self._replace(experts=experts._replace(gemm=None, activation=experts.activation._replace(mode="")))
+        return self._replace(experts=self.experts._replace(gemm=None))
 
 
 def resolve_runtime(where: str, config: RuntimeEPConfig | None, name: str = "config") -> RuntimeEPConfig:
@@ -111,7 +110,7 @@ def _resolve(
     gemm = None
     if recipe.gemm == "mxfp8":
         gemm = gemm_options(device, dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
-    activation = Activation(config.activation, layout, mode if gemm else "", (swiglu.limit, swiglu.alpha, swiglu.offset))
+    activation = Activation(config.activation, layout, tuple(swiglu))
     spec = DispatchSpec(
         config.num_experts,
         config.top_k,

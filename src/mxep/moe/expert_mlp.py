@@ -144,14 +144,12 @@ class Activation(NamedTuple):
     Attributes:
         name: one of `ACTIVATIONS`.
         layout: as in `ExpertWeights`.
-        mode: scaling mode of MX results, "" for no MX.
-        form: (limit, alpha, offset) of `SwiGLU`.
+        form: (limit, alpha, offset) of `SwiGLU`; plain numbers, since a graph holds no subclass of a tuple.
     """
 
     name: str
     layout: str
-    mode: str
-    form: tuple[float, float, float]
+    form: tuple[float, ...]
 
 
 class ExpertOptions(NamedTuple):
@@ -168,6 +166,11 @@ class ExpertOptions(NamedTuple):
     activation: Activation
     weight_dtype: torch.dtype | None = None
     padding_rows: str = "zero"
+
+    @property
+    def mode(self) -> str:
+        """The scaling mode of MX results, "" for no MX."""
+        return "" if self.gemm is None else self.gemm.mode
 
     @property
     def granularity(self) -> str | None:
@@ -338,11 +341,11 @@ def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options:
     """h times its score (P, H), rounded once: MX with a scaling mode or rebased, else, and for an adapter, in high precision; and gate and
     up, as MX if asked for."""
     activation, arguments, dtype = options.activation, _activation_arguments(weights, rows, options), gate_up.dtype
-    if activation.mode:
-        both, hp = activation.mode == keep_as, weights.lora.a2 is not None  # from one read
+    if mode := options.mode:
+        both, hp = mode == keep_as, weights.lora.a2 is not None  # from one read
         rebased = options.granularity is not None and not both
         forms = ("rebased" if rebased else "mx") + ("+hp" if hp else "")
-        made = iter(direct.activate(gate_up, activation.layout, activation.mode, **arguments, h=forms, quantize_x=both))
+        made = iter(direct.activate(gate_up, activation.layout, mode, **arguments, h=forms, quantize_x=both))
         h = _next_forms(made, forms, options, dtype)
         if both:
             return h, MXTensor(next(made), next(made), dtype)
@@ -405,7 +408,7 @@ def activate_backward(
     """
     activation, arguments = options.activation, _activation_arguments(weights, rows, options)
     data, scale = (gate_up.qdata, gate_up.scale) if isinstance(gate_up, MXTensor) else (gate_up, None)
-    layout, mode = activation.layout, activation.mode or "rceil"
+    layout, mode = activation.layout, options.mode or "rceil"
     made = iter(_operators(gate_up, activation).activate_backward(dh, data, layout, mode, False, *forms, **arguments, x_scale=scale))
     d_gate_up, h = (_next_forms(made, names, options, dh.dtype) for names in forms)
     return ActivationGradients(d_gate_up, h, next(made, None))

@@ -182,7 +182,6 @@ def expert_ffn(
     gemm = None
     if not recipe.multiplies_in_hp(x.shape[0], given.w1.shape[0]):
         gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
-    form = swiglu.limit, swiglu.alpha, swiglu.offset  # plain numbers: a graph holds no subclass of a tuple
-    options = ExpertOptions(gemm, Activation(activation, given.layout, mode if gemm else "", form), weight_dtype)
+    options = ExpertOptions(gemm, Activation(activation, given.layout, tuple(swiglu)), weight_dtype)
     rest = (*given.tensors, offs, options, (kept.get("w13"), kept.get("w2")) if kept else (None, None))
     return _DownGemm.apply(*_ExpertFFN.apply(x, *rest), *rest)
