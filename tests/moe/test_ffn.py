@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import MoE, MoEConfig
+from mxep.moe.expert_mlp import ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import expert_ffn
 from mxep.mx import MXTensor, quantize_mx
@@ -154,7 +155,7 @@ def test_other_recipes_run_as_before(recipe: str) -> None:
     for got, want in zip(run(experts(recipe), x, dy).values(), run(experts(recipe, fused=False), x, dy).values(), strict=True):
         assert torch.equal(got, want)
     with pytest.raises(ValueError, match=f"expert_ffn: recipe '{recipe}'"):
-        expert_ffn(x, (x, x, x), COUNTS, resolve_recipe(recipe))
+        expert_ffn(x, ExpertWeights(x, x, x), COUNTS, resolve_recipe(recipe))
 
 
 def test_in_the_layer_with_checkpointing_and_cached_weights() -> None:
@@ -181,7 +182,7 @@ def test_weights_that_do_not_fit_raise() -> None:
     x, module = rows("normal")[0], experts("mxfp8_gemm")
     offs, recipe = COUNTS.cumsum(0), module.recipe
     with pytest.raises(ValueError, match=r"want \(L, H, D\), \(L, D, H\)"):
-        expert_ffn(x, (module.w1, module.w1, module.w3), offs, recipe)
+        expert_ffn(x, ExpertWeights(module.w1, module.w1, module.w3), offs, recipe)
     with pytest.raises(ValueError, match="of one dtype"):
-        expert_ffn(x, (module.w1, module.w2.float(), module.w3), offs, recipe)
-    assert not isinstance(expert_ffn(x, (module.w1, module.w2, module.w3), offs, recipe), MXTensor)
+        expert_ffn(x, ExpertWeights(module.w1, module.w2.float(), module.w3), offs, recipe)
+    assert not isinstance(expert_ffn(x, ExpertWeights(module.w1, module.w2, module.w3), offs, recipe), MXTensor)

@@ -28,10 +28,11 @@ from mxep.grouped_mm.products import saved_tensors, shared_form
 from mxep.grouped_mm.wgrad_gemm import empty_wgrad
 from mxep.moe.config import MoEConfig
 from mxep.moe.expert_mlp import (
+    NO_CACHES,
     NO_FORMS,
     TENSORS,
+    Caches,
     ExpertGemms,
-    ExpertLora,
     ExpertRows,
     ExpertWeights,
     GateUp,
@@ -48,7 +49,6 @@ from mxep.moe.expert_mlp import (
 from mxep.moe.router import logits_backward, logits_of, route_tokens, router_gradients
 from mxep.mx.first_order import first_order
 from mxep.mx.tensor import MXTensor, dequantize_data
-from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct
 from mxep.ops.activation.functions import SwiGLU
 from mxep.ops.runtime.for_backward import ForBackward, Memory, memory_of
@@ -56,7 +56,6 @@ from mxep.ops.runtime.replay import replayed
 from mxep.recipe import Recipe
 
 OUTSIDE_OF_GRAPHS = "fused_moe and fused_experts may read the splits of their exchanges on the host; compile the code around them"
-Caches = tuple[CachedWeight | None, CachedWeight | None]  # of the weights of gate and up, and of down
 _NUM_WEIGHTS = len(TENSORS)
 
 
@@ -226,7 +225,7 @@ class _CallOptions(NamedTuple):
     saves: bool
     saves_x: bool
     autocast: bool = False
-    caches: Caches = (None, None)
+    caches: Caches = NO_CACHES
 
 
 class _Dispatched(NamedTuple):
@@ -402,7 +401,7 @@ def _cached_forms(call: _CallOptions, caches: Caches, weights: ExpertWeights, *n
     """The forms of these names, "" for none, of the weights of gate and up and of down, where caches keep them; and dgrad's forms, as far
     as the same entries have them.
     """
-    if caches == (None, None) or call.fused.experts.gemm is None or not any(names):
+    if caches == NO_CACHES or call.fused.experts.gemm is None or not any(names):
         return NO_FORMS, NO_FORMS
     first, second = expert_gemms(weights, call.fused.experts, caches)
     forms = [gemm.cached(which) if which else (None, None) for gemm, which in zip((first, second), names, strict=True)]
@@ -423,15 +422,14 @@ class _FusedMoE(torch.autograd.Function):
         *tensors, expert_bias, experts, scores, options, caches, grad_enabled, apart = rest
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
         call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], torch.is_autocast_enabled(x.device.type), caches)
-        w1, w2, w3, b1, b2, b3, *lora = tensors
-        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
+        weights = ExpertWeights.of(tensors)
         arguments = x, router, weights, expert_bias, experts, scores
         bounds: ChunkBounds | None = None
         dgrad = NO_FORMS
         if _replays(options, x.device):
             forms = NO_FORMS
-            if caches != (None, None):
-                call = call._replace(fused=options.for_rows(x.shape[0]), caches=(None, None))
+            if caches != NO_CACHES:
+                call = call._replace(fused=options.for_rows(x.shape[0]), caches=NO_CACHES)
                 forms, dgrad = _cached_forms(call, caches, weights, "forward", "forward")
             made = replayed(_forward_tensors if apart else _whole_forward, call, *arguments, forms)
             call = call._replace(fused=made.options)
@@ -525,7 +523,7 @@ def run_layer(
     *,
     topk: TopK | None = None,
     expert_bias: Tensor | None = None,
-    caches: Caches = (None, None),
+    caches: Caches = NO_CACHES,
     weight_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Output (T, D); then, with a router, counts (E,), shares (E,) and z () of `Routing`. `topk` without a router.

@@ -242,6 +242,8 @@ class ActivationGradients(NamedTuple):
 
 
 ExpertGemms = tuple[Weights, Weights]  # gate and up, down
+Caches = tuple[CachedWeight | None, CachedWeight | None]  # the same of a `WeightCache`'s entries
+NO_CACHES: Caches = (None, None)
 WeightForms = tuple[SavedForm, SavedForm]  # of gate and up, and of down
 NO_FORMS: WeightForms = (None, None), (None, None)
 
@@ -249,7 +251,7 @@ NO_FORMS: WeightForms = (None, None), (None, None)
 def expert_gemms(
     weights: ExpertWeights,
     options: ExpertOptions,
-    caches: tuple[CachedWeight | None, CachedWeight | None],
+    caches: Caches,
     keep: bool = False,
     dgrad: Sequence[SavedForm] = NO_FORMS,
     forward: Sequence[SavedForm] = NO_FORMS,

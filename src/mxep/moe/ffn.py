@@ -24,8 +24,10 @@ from mxep.grouped_mm.function import check_operands
 from mxep.grouped_mm.products import gemm_options, saved_tensors, shared_form
 from mxep.moe.config import check_activation
 from mxep.moe.expert_mlp import (
+    NO_CACHES,
     TENSORS,
     Activation,
+    Caches,
     ExpertOptions,
     ExpertRows,
     ExpertWeights,
@@ -42,7 +44,6 @@ from mxep.moe.expert_mlp import (
 )
 from mxep.mx.compile import in_graph
 from mxep.mx.tensor import MXTensor, reject_border
-from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.ops.activation.reference import LAYOUTS
 from mxep.recipe import Recipe
@@ -50,7 +51,6 @@ from mxep.shapes import MX_BLOCK
 
 _WHERE = "expert_ffn"
 _BIASES = (torch.bfloat16, torch.float32)
-Caches = tuple[CachedWeight | None, CachedWeight | None]  # of gate and up, of down
 
 
 def _check_weights(weights: ExpertWeights, gated: bool) -> None:
@@ -143,10 +143,10 @@ class _DownGemm(torch.autograd.Function):
 
 def expert_ffn(
     x: Tensor,
-    weights: ExpertWeights | tuple[Tensor, Tensor, Tensor | None],
+    weights: ExpertWeights,
     offs: Tensor,
     recipe: Recipe,
-    kept: dict[str, CachedWeight] | None = None,
+    caches: Caches = NO_CACHES,
     weight_dtype: torch.dtype | None = None,
     swiglu: SwiGLU = SwiGLU(),  # noqa: B008  immutable
     activation: ActivationName = "swiglu",
@@ -155,11 +155,10 @@ def expert_ffn(
 
     Args:
         x: (P, D) bf16 or float32, or an MXTensor of them; rows of group g end at offs[g].
-        weights: `ExpertWeights`, or just w1 (L, H, D), w2 (L, D, H), w3 (L, H, D), which is None without a gate; of one dtype, D and H
-            multiples of 32.
+        weights: of one dtype, D and H multiples of 32.
         offs: (L,) int32 or int64 END offsets.
         recipe: one for which `runs_fused` holds.
-        kept: entries of w1 with w3 ("w13") and of "w2" in a `WeightCache`; None quantises in every call. Not for use in a compiled graph.
+        caches: None quantises in every call. Not for use in a compiled graph.
         weight_dtype: to which weights are rounded wherever they are read, None: not at all.  Backward keeps them, not rounded copies.
         swiglu: the form of SwiGLU.
         activation: as in `MoEConfig`.
@@ -172,16 +171,15 @@ def expert_ffn(
     """
     if not runs_fused(recipe):
         raise ValueError(f"{_WHERE}: recipe {recipe.name!r}, want gemm='mxfp8' and wgrad 'hp' or 'mx'; the others run as three GEMMs")
-    given = ExpertWeights(*weights)
     check_activation(_WHERE, activation, swiglu)
-    _check_weights(given, is_gated(activation))
-    check_lora(_WHERE, x, given)
+    _check_weights(weights, is_gated(activation))
+    check_lora(_WHERE, x, weights)
     reject_border(x, _WHERE)
-    offs = check_operands(x, given.w1.transpose(-2, -1), offs, x.dtype)
+    offs = check_operands(x, weights.w1.transpose(-2, -1), offs, x.dtype)
     mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     gemm = None
-    if not recipe.multiplies_in_hp(x.shape[0], given.w1.shape[0]):
+    if not recipe.multiplies_in_hp(x.shape[0], weights.w1.shape[0]):
         gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
-    options = ExpertOptions(gemm, Activation(activation, given.layout, tuple(swiglu)), weight_dtype)
-    rest = (*given.tensors, offs, options, (kept.get("w13"), kept.get("w2")) if kept else (None, None))
+    options = ExpertOptions(gemm, Activation(activation, weights.layout, tuple(swiglu)), weight_dtype)
+    rest = *weights.tensors, offs, options, caches
     return _DownGemm.apply(*_ExpertFFN.apply(x, *rest), *rest)
