@@ -126,13 +126,9 @@ class _GradientReturn:
 
     def add_rows(self, d_rows: Tensor, chunk: ExpertRows) -> None:
         """Gradients of the next chunk's rows (P, D)."""
-        assert chunk.token_map is not None
+        earlier = self._reduction.add(d_rows, chunk.token_map, chunk)
         if chunk.last:
-            earlier = None if chunk.chunk is None else self._reduction.finish(d_rows, chunk.token_map, chunk.chunk)
             self.rows = self._dispatcher.dispatch.start_to_tokens(d_rows, self._scaling_mode, earlier)
-        else:
-            assert chunk.chunk is not None
-            self._reduction.add(d_rows, chunk.token_map, chunk.chunk)
 
 
 def _empty_grads(weights: ExpertWeights, gemms: ExpertGemms, needs: NeedsGrad) -> dict[str, Tensor]:
@@ -313,12 +309,9 @@ def _outputs(call: _CallOptions, left: _Dispatched) -> Tensor:
         kept = first if chunk.last and first is not None else gate_up_gemm(rows, weights, gemms, chunk, options.experts)
         out = down_gemm(kept, weights, gemms, chunk, options.experts)  # (P, D)
         del kept
-        assert chunk.grad_map is not None
+        earlier = reduction.add(out, chunk.grad_map, chunk)
         if chunk.last:
-            earlier = None if chunk.chunk is None else reduction.finish(out, chunk.grad_map, chunk.chunk)
             return dispatcher.combine.to_tokens(out, options.scaling_modes.combine, earlier=earlier)
-        assert chunk.chunk is not None
-        reduction.add(out, chunk.grad_map, chunk.chunk)
         del out
     raise AssertionError("there is always a last chunk")
 
