@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.checks import check_alone, check_mode, check_rows, check_splits, check_tensors, values_checked
+from mxep.checks import check_alone, check_rows, check_splits, check_tensors, values_checked
 from mxep.comm import Transport, group_name_of, resolve_group, transport_of
 from mxep.ep.dispatch import exchange, exchange_hp
 from mxep.ep.ep_grouped_mm_symmetric import LocalCall, overlapped_ep_grouped_mm
@@ -187,7 +187,7 @@ def ep_grouped_mm(
             f"{_WHERE}: recipe {recipe.name!r} has hp_below_rows={recipe.hp_below_rows}, want 0: how ranks exchange rows depends on the "
             "GEMMs here, and ranks may have other numbers of rows; call the five blocks, or mxep.fused_experts"
         )
-    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
+    mode = recipe.scaling_mode.value
     reject_border(input, _WHERE)
     check_rows(_WHERE, input, quantised=recipe.gemm == "mxfp8")
     _check_weight(input, weight, num_tokens_per_expert, quantised=recipe.gemm == "mxfp8")
@@ -201,7 +201,7 @@ def ep_grouped_mm(
     gemm = None
     if recipe.gemm == "mxfp8":
         wgrad = recipe.wgrad if torch.is_grad_enabled() and weight.requires_grad else "none"
-        gemm = gemm_options(input.device, input.dtype, recipe.gemm_path, wgrad, mode, pad_groups=False)
+        gemm = gemm_options(input.device, input.dtype, recipe.gemm_path, wgrad, mode)
     transport = transport_of(name, input.device) if name and not torch.compiler.is_compiling() else None
     if gemm is not None and transport is not None and recipe.dispatch == recipe.combine_backward == "mxfp8":
         overlapped = OVERLAPPED.get(transport.name)

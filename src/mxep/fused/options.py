@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mxep.checks import check_mode, check_tensors, values_checked
+from mxep.checks import check_tensors, values_checked
 from mxep.fused.dispatcher import DispatchSpec
 from mxep.fused.make_dispatcher import ep_degree
 from mxep.fused.runtime_config import RuntimeEPConfig
@@ -101,7 +101,7 @@ def _resolve(
     """The options of a call with tokens of that width and dtype; a layer asks for the same in every forward."""
     check_activation(where, config.activation, swiglu)
     recipe = runtime.apply_to(recipe)
-    mode = check_mode(where, recipe.scaling_mode, MX_BLOCK)
+    mode = recipe.scaling_mode.value
     precisions = recipe.dispatch, runtime.combine_forward, runtime.dispatch_backward, recipe.combine_backward
     if dtype not in _DTYPES:
         raise ValueError(f"{where}: input is {dtype}, want bfloat16 or float32; cast it first")
@@ -109,7 +109,7 @@ def _resolve(
         raise ValueError(f"{where}: input has {width} columns, want a width in multiples of {MX_BLOCK} (one MX block); pad with zeros")
     gemm = None
     if recipe.gemm == "mxfp8":
-        gemm = gemm_options(device, dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
+        gemm = gemm_options(device, dtype, recipe.gemm_path, recipe.wgrad, mode, weight_dtype=weight_dtype)
     activation = Activation(config.activation, layout, tuple(swiglu))
     spec = DispatchSpec(
         config.num_experts,

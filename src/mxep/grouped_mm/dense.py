@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.checks import check_mode, check_tensors
+from mxep.checks import check_tensors
 from mxep.device import is_capturing
 from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, multiply
 from mxep.grouped_mm.products import GemmOptions, adds_lora, gemm_options
@@ -181,8 +181,8 @@ def _checked_options(x: _Like, in_mx: bool, w: _Like, bias: _Like | None, trains
         raise ValueError(f"{_WHERE}: a bias {got}, want ({shape[0]},) bfloat16 or float32 on {device}")
     if in_mx and recipe.wgrad == "mxfp8":
         raise MXInputRequiresHPWgradError(f"{_WHERE}: an input in MX, which wgrad='mxfp8' would quantise again; use wgrad='hp' or 'mx'")
-    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    return gemm_options(device, dtype, recipe.gemm_path, recipe.wgrad if trains else "none", mode, pad_groups)
+    wgrad = recipe.wgrad if trains else "none"
+    return gemm_options(device, dtype, recipe.gemm_path, wgrad, recipe.scaling_mode.value, pad_groups)
 
 
 _kept_options = functools.lru_cache(maxsize=1024)(_checked_options)  # dynamo would trace into a cache

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mxep.checks import check_mode, check_tensors, values_checked
+from mxep.checks import check_tensors, values_checked
 from mxep.device import GEMM_PATHS
 from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
 from mxep.grouped_mm.products import GemmOptions, LoraProduct, SavedForm, Weights, gemm_options, multiply_rows, saved_operand, saved_tensors
@@ -29,7 +29,7 @@ from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.runtime.for_backward import ForBackward
 from mxep.ops.runtime.replay import replayed
-from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode
+from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode, scaling_mode_name
 from mxep.shapes import MX_BLOCK, round_up
 
 _WHERE = "grouped_mm"
@@ -308,7 +308,7 @@ def to_mxfp8_then_scaled_grouped_mm(
         raise ValueError(
             f"{_WHERE}: kernel_preference={kernel_preference!r} is unknown, want one of auto, emulated, {', '.join(GEMM_PATHS)}; use 'auto'"
         )
-    mode = check_mode(_WHERE, scale_calculation_mode, MX_BLOCK)
+    mode = scaling_mode_name(_WHERE, scale_calculation_mode)
     options = gemm_options(A.device, out_dtype, name, "hp" if wgrad_with_hp else "mxfp8", mode, pad_token_groups_for_grouped_mm)
     return _checked_grouped_mm(A, B_t, offs, bias, out_dtype, options, main_grad)
 
@@ -434,8 +434,7 @@ def recipe_grouped_mm(
         >>> mxep.grouped_mm.recipe_grouped_mm(a, weight.transpose(-2, -1), offs, None, torch.float32, recipe).shape
         torch.Size([64, 96])
     """
-    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
-    options = None
+    options, mode = None, recipe.scaling_mode.value
     if not recipe.multiplies_in_hp(A.shape[0], B_t.shape[0]):
         options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)
     return _checked_grouped_mm(A, B_t, offs, bias, out_dtype, options, main_grad, weight_dtype, kept)

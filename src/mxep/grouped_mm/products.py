@@ -77,7 +77,7 @@ def gemm_options(
     name: str,
     wgrad: str,
     mode: str,
-    pad_groups: bool,
+    pad_groups: bool = False,
     weight_dtype: torch.dtype | None = None,
 ) -> GemmOptions:
     """Options with the GEMM path of that name resolved on a device; `wgrad` as in Recipe."""

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mxep.operators  # noqa: F401
-from mxep.checks import check_count, check_mode, check_tensors, values_checked
+from mxep.checks import check_count, check_tensors, values_checked
 from mxep.grouped_mm.products import GemmOptions, Weights, gemm_options, multiply_rows
 from mxep.grouped_mm.wgrad_gemm import add_wgrad
 from mxep.mx.compile import in_graph
@@ -105,8 +105,8 @@ def linear_cross_entropy(
         check_mx_projection(_WHERE, chosen, hidden.shape[1])
         if hidden.dtype == torch.float64:
             raise ValueError(f"{_WHERE}: float64 with recipe {chosen.name!r}, want bfloat16 or float32; cast it, or use recipe='hp'")
-        mode = check_mode(_WHERE, chosen.scaling_mode, MX_BLOCK)
-        gemm = gemm_options(hidden.device, hidden.dtype, chosen.gemm_path, chosen.wgrad, mode, pad_groups=False)
+        mode = chosen.scaling_mode.value
+        gemm = gemm_options(hidden.device, hidden.dtype, chosen.gemm_path, chosen.wgrad, mode)
     total = _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled(), gemm, kept)
     if reduction == "sum":
         return total

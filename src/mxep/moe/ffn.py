@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxep.checks import check_mode
 from mxep.grouped_mm.function import check_operands
 from mxep.grouped_mm.products import gemm_options, saved_tensors, shared_form
 from mxep.moe.config import check_activation
@@ -176,10 +175,10 @@ def expert_ffn(
     check_lora(_WHERE, x, weights)
     reject_border(x, _WHERE)
     offs = check_operands(x, weights.w1.transpose(-2, -1), offs, x.dtype)
-    mode = check_mode(_WHERE, recipe.scaling_mode, MX_BLOCK)
     gemm = None
     if not recipe.multiplies_in_hp(x.shape[0], weights.w1.shape[0]):
-        gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups=False, weight_dtype=weight_dtype)
+        mode = recipe.scaling_mode.value
+        gemm = gemm_options(x.device, x.dtype, recipe.gemm_path, recipe.wgrad, mode, weight_dtype=weight_dtype)
     options = ExpertOptions(gemm, Activation(activation, weights.layout, tuple(swiglu)), weight_dtype)
     rest = *weights.tensors, offs, options, caches
     return _DownGemm.apply(*_ExpertFFN.apply(x, *rest), *rest)
