@@ -296,11 +296,16 @@ def _leaf(mx: MXTensor, requires_grad: bool, parameter: bool) -> MXTensor:
     return mx
 
 
-def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, requires_grad: bool, parameter: bool = False) -> MXTensor:
-    """What a pickle calls. Raises ValueError for parts that do not belong together: a file may hold anything."""
+def from_pickle(where: str, qdata: object, scale: object, orig_dtype: torch.dtype) -> MXTensor:
+    """From the bytes of both parts. Raises ValueError for parts that do not belong together: a file may hold anything."""
     if not isinstance(qdata, torch.Tensor) or not isinstance(scale, torch.Tensor) or qdata.dtype != torch.uint8 or qdata.dim() < 1:
-        raise ValueError("MXTensor: a pickle holds something else under its name, want the bytes of two tensors; save it again")
-    return _leaf(MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype), requires_grad, parameter)
+        raise ValueError(f"{where}: a pickle holds something else under its name, want the bytes of two tensors; save it again")
+    return MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype)
+
+
+def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, requires_grad: bool, parameter: bool = False) -> MXTensor:
+    """What a pickle calls."""
+    return _leaf(from_pickle("MXTensor", qdata, scale, orig_dtype), requires_grad, parameter)
 
 
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) reads MX tensors once this module is imported

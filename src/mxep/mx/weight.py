@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from mxep.mx.tensor import MXTensor, dequantize_data
+from mxep.mx.tensor import MXTensor, dequantize_data, from_pickle
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
 
@@ -316,11 +316,9 @@ def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
 
 
 def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, transposed: bool, keeps: bool, parameter: bool) -> MXWeight:
-    """What a pickle calls. Raises ValueError for parts that do not belong together: a file may hold anything."""
-    if not isinstance(qdata, torch.Tensor) or not isinstance(scale, torch.Tensor) or qdata.dtype != torch.uint8 or qdata.dim() < 1:
-        raise ValueError(f"{_WHERE}: a pickle holds something else under its name, want the bytes of two tensors; save it again")
-    checked = MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype)
-    weight = MXWeight(checked.qdata, checked.scale, orig_dtype, bool(transposed), KeptForms() if keeps else None)
+    """What a pickle calls."""
+    mx = from_pickle(_WHERE, qdata, scale, orig_dtype)
+    weight = MXWeight(mx.qdata, mx.scale, orig_dtype, bool(transposed), KeptForms() if keeps else None)
     return torch.nn.Parameter(weight, False) if parameter else weight  # type: ignore[return-value]
 
 
