@@ -6,7 +6,7 @@ Errors name the call, `where`: "fused_moe" or "fused_experts".
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,10 +78,8 @@ def resolve_runtime(where: str, config: RuntimeEPConfig | None, name: str = "con
     return config or _DEFAULT_RUNTIME
 
 
-@functools.lru_cache(maxsize=1024, typed=True)  # 4.0 is no number of experts, 4 is
-def kept_config(dim: int, hidden: int, num_experts: int, top_k: int, **options: Any) -> MoEConfig:
-    """A configuration; kept, since its checks cost the host as much as several launches."""
-    return MoEConfig(dim, hidden, num_experts, top_k, **options)
+# Configurations are kept, since their checks cost the host as much as several launches.  By type too: 4.0 is no number of experts, 4 is.
+kept_config = functools.lru_cache(maxsize=1024, typed=True)(MoEConfig)
 
 
 @functools.lru_cache(maxsize=1024)
