@@ -81,6 +81,16 @@ def values_checked(tensor: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor) and checking(tensor.device)
 
 
+def row_counts(where: str, counts: torch.Tensor) -> list[int] | None:
+    """The counts on the host in checking mode, else None. Raises ValueError for one below 0."""
+    if not values_checked(counts):
+        return None
+    values: list[int] = counts.tolist()  # host sync: only in checking mode
+    if min(values, default=0) < 0:
+        raise ValueError(f"{where}: the counts are {values}, want rows per expert, at least 0")
+    return values
+
+
 def check_mode(where: str, scaling_mode: ScaleCalculationMode, block_size: int) -> str:
     """The scaling mode's name. Raises ValueError for another mode or block size."""
     check_block_size(where, block_size)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mxep.checks import check_type, values_checked
+from mxep.checks import check_type, row_counts
 from mxep.comm import exchange_counts
 
 
@@ -51,8 +51,7 @@ class ExchangePlan:
         if not isinstance(counts, torch.Tensor) or counts.dim() != 1 or counts.dtype not in (torch.int32, torch.int64):
             got = f"{tuple(counts.shape)} {counts.dtype}" if isinstance(counts, torch.Tensor) else type(counts).__name__
             raise ValueError(f"ExchangePlan: counts is {got}, want (E,) int32 or int64, rows per expert")
-        if values_checked(counts) and min(counts.tolist(), default=0) < 0:  # host sync: only in checking mode
-            raise ValueError(f"ExchangePlan: the counts are {counts.tolist()}, want rows per expert, at least 0")
+        row_counts("ExchangePlan", counts)
         if group is not None:
             check_type("ExchangePlan", ProcessGroup, "group", group, "mesh.get_group() or dist.group.WORLD is one, None this rank alone")
         counts = counts.long()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mxep.checks import check_count, check_rows, check_tensors, values_checked
+from mxep.checks import check_count, check_rows, check_tensors, row_counts
 from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.rows import gather_as_mx, scatter
 from mxep.mx.tensor import MXTensor, reject_border
@@ -46,12 +46,7 @@ def _check_counts(where: str, counts: torch.Tensor, ep_degree: int, num_local_ex
             f"({ep_degree * num_local_experts},) = ep_degree {ep_degree} * num_local_experts {num_local_experts}, rank-major; "
             "pass the counts that came from the counts exchange"
         )
-    if not values_checked(counts):
-        return None
-    values: list[int] = counts.tolist()  # host sync: only in checking mode
-    if min(values, default=0) < 0:
-        raise ValueError(f"{where}: the counts are {values}, want rows per expert, at least 0")
-    return values
+    return row_counts(where, counts)
 
 
 def permute_rows(
