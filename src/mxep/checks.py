@@ -13,6 +13,8 @@ from mxep.device import checking
 from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_name
 from mxep.shapes import MX_BLOCK
 
+HIGH_PRECISION = (torch.bfloat16, torch.float32)  # dtypes of rows and weights, and of the values that MX bytes represent
+
 
 def check_tensors(where: str, device: torch.device | None = None, **values: object) -> None:
     """Raise ValueError unless every value is a tensor, on `device` if one is given."""
@@ -49,7 +51,7 @@ def check_rows(where: str, rows: torch.Tensor, quantised: bool) -> None:
     check_tensors(where, input=rows)
     if rows.dim() != 2:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want (rows, width); flatten the leading dimensions")
-    if rows.dtype not in (torch.bfloat16, torch.float32):
+    if rows.dtype not in HIGH_PRECISION:
         raise ValueError(f"{where}: input is {rows.dtype}, want bfloat16 or float32; cast it first")
     if quantised and rows.shape[1] % MX_BLOCK:
         raise ValueError(f"{where}: input is {tuple(rows.shape)}, want a width in multiples of {MX_BLOCK} (one MX block); pad with zeros")

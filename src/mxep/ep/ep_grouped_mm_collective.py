@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.checks import check_alone, check_rows, check_splits, check_tensors, values_checked
+from mxep.checks import HIGH_PRECISION, check_alone, check_rows, check_splits, check_tensors, values_checked
 from mxep.comm import Transport, group_name_of, resolve_group, transport_of
 from mxep.ep.dispatch import exchange, exchange_hp
 from mxep.ep.ep_grouped_mm_symmetric import LocalCall, overlapped_ep_grouped_mm
@@ -96,7 +96,7 @@ class _EPGroupedMM(torch.autograd.Function):
 def _check_weight(x: Tensor, w: Tensor, counts: Tensor, quantised: bool) -> None:
     """Raise ValueError unless weight and counts belong to rows x."""
     check_tensors(_WHERE, weight=w, num_tokens_per_expert=counts)
-    if isinstance(w, MXTensor) or w.dim() != 3 or w.dtype not in (torch.bfloat16, torch.float32) or w.shape[2] != x.shape[1]:
+    if isinstance(w, MXTensor) or w.dim() != 3 or w.dtype not in HIGH_PRECISION or w.shape[2] != x.shape[1]:
         got = f"{type(w).__name__} {tuple(w.shape)} {w.dtype}"
         raise ValueError(
             f"{_WHERE}: weight is {got} for an input {tuple(x.shape)}, want a plain (L, N, D) in bfloat16 or float32; pass it as stored"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mxep.checks import values_checked
+from mxep.checks import HIGH_PRECISION, values_checked
 from mxep.mx.compile import in_graph
 from mxep.operators import direct
 
@@ -108,7 +108,7 @@ def combine_topk(rows: torch.Tensor, order: torch.Tensor, top_k: int, weights: t
     Raises:
         ValueError: rows, order or weights of other shapes or dtypes; in checking mode also an order that is not a permutation.
     """
-    fits = rows.dim() == 2 and rows.dtype in (torch.bfloat16, torch.float32) and top_k > 0 and rows.shape[0] % top_k == 0
+    fits = rows.dim() == 2 and rows.dtype in HIGH_PRECISION and top_k > 0 and rows.shape[0] % top_k == 0
     if not fits or order.shape != rows.shape[:1] or order.dtype != torch.int32:
         raise ValueError(
             f"combine_topk: rows {tuple(rows.shape)} {rows.dtype} with order {tuple(order.shape)} {order.dtype}, want (T*C, D) bfloat16 or "

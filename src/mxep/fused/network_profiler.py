@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mxep.checks import check_count, check_tensors
+from mxep.checks import HIGH_PRECISION, check_count, check_tensors
 from mxep.comm import group_name_of, resolve_group, transport_of
 from mxep.fused.dispatcher import DispatchSpec, RowExchange
 from mxep.fused.make_dispatcher import ep_degree, make_dispatcher
@@ -127,7 +127,7 @@ class NetworkProfiler:
         self.num_experts = _EXPERTS_A_RANK * world if num_experts is None else num_experts
         for name, value in (("T_local", T_local), ("D", D), ("C", C), ("num_experts", self.num_experts)):
             check_count(_WHERE, name, value)
-        if D % MX_BLOCK or self.num_experts < C or dtype not in (torch.bfloat16, torch.float32):
+        if D % MX_BLOCK or self.num_experts < C or dtype not in HIGH_PRECISION:
             raise ValueError(
                 f"{_WHERE}: D={D}, C={C}, {dtype} with {self.num_experts} experts, want D a multiple of {MX_BLOCK}, C from 1 to the "
                 "experts, bfloat16 or float32"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mxep.checks import check_tensors, values_checked
+from mxep.checks import HIGH_PRECISION, check_tensors, values_checked
 from mxep.fused.dispatcher import DispatchSpec
 from mxep.fused.make_dispatcher import ep_degree
 from mxep.fused.runtime_config import RuntimeEPConfig
@@ -27,7 +27,6 @@ from mxep.ops.routing.index_reference import has_duplicates, topk_valid
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
 
-_DTYPES = (torch.bfloat16, torch.float32)
 _DEFAULT_RUNTIME = RuntimeEPConfig()
 
 
@@ -101,7 +100,7 @@ def _resolve(
     recipe = runtime.apply_to(recipe)
     mode = recipe.scaling_mode.value
     precisions = recipe.dispatch, runtime.combine_forward, runtime.dispatch_backward, recipe.combine_backward
-    if dtype not in _DTYPES:
+    if dtype not in HIGH_PRECISION:
         raise ValueError(f"{where}: input is {dtype}, want bfloat16 or float32; cast it first")
     if width % MX_BLOCK and (recipe.gemm == "mxfp8" or "mxfp8" in precisions):
         raise ValueError(f"{where}: input has {width} columns, want a width in multiples of {MX_BLOCK} (one MX block); pad with zeros")
@@ -170,7 +169,7 @@ def _check_weights(where: str, x: Tensor, router: Tensor | None, weights: Expert
         if isinstance(value, DTensor):
             raise ValueError(f"{where}: {name} is a DTensor {tuple(value.shape)}, want this rank's own part; pass {name}.to_local()")
         moved = isinstance(value, MXTensor) and not (isinstance(value, MXWeight) and name in ("w1", "w2", "w3"))
-        if moved or value.shape != shape or value.dtype not in _DTYPES or value.device != x.device:
+        if moved or value.shape != shape or value.dtype not in HIGH_PRECISION or value.device != x.device:
             raise ValueError(
                 f"{where}: {name} is {tuple(value.shape)} {value.dtype} on {value.device}, want {shape} bfloat16 or float32 on "
                 f"{x.device}: {L} of {config.num_experts} experts, {config.activation}, tokens of width {D}"

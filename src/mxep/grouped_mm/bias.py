@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mxep.checks import HIGH_PRECISION
 from mxep.mx.compile import in_graph
 from mxep.mx.tensor import dequantize_data
 from mxep.operators import direct
@@ -16,7 +17,7 @@ _ONES_COLUMNS = 8  # 16 bytes of bf16, the least that a grouped GEMM on a GPU ta
 def check_bias(where: str, bias: torch.Tensor, num_groups: int, columns: int) -> None:
     """Raise ValueError unless bias is (N,) or (G, N) in bf16 or float32."""
     shapes = ((columns,), (num_groups, columns))
-    if tuple(bias.shape) not in shapes or bias.dtype not in (torch.bfloat16, torch.float32):
+    if tuple(bias.shape) not in shapes or bias.dtype not in HIGH_PRECISION:
         raise ValueError(f"{where}: bias is {tuple(bias.shape)} {bias.dtype}, want {shapes[0]} or {shapes[1]}, bfloat16 or float32")
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxep.checks import check_tensors
+from mxep.checks import HIGH_PRECISION, check_tensors
 from mxep.device import is_capturing
 from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, multiply
 from mxep.grouped_mm.products import GemmOptions, adds_lora, gemm_options
@@ -30,7 +30,6 @@ from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
 
 _WHERE = "MXLinear"
-_DTYPES = (torch.bfloat16, torch.float32)
 _REAL = (Tensor, torch.nn.Parameter, MXTensor)  # no fake tensors
 
 
@@ -166,7 +165,7 @@ _Like = tuple[torch.Size, torch.dtype, torch.device]  # what is checked of an op
 def _checked_options(x: _Like, in_mx: bool, w: _Like, bias: _Like | None, trains: bool, pad_groups: bool, recipe: Recipe) -> GemmOptions:
     """How to multiply; `x` with its last dimension alone. Raises ValueError for operands that do not belong together."""
     (inner, dtype, device), (shape, w_dtype, w_device) = x, w
-    if inner != shape[1:] or device != w_device or dtype not in _DTYPES or w_dtype not in _DTYPES:
+    if inner != shape[1:] or device != w_device or dtype not in HIGH_PRECISION or w_dtype not in HIGH_PRECISION:
         given = ", ".join(("...", *map(str, inner)))
         raise ValueError(
             f"{_WHERE}: input ({given}) {dtype} on {device} and weight {tuple(shape)} {w_dtype} on {w_device}, want (..., K) and (N, K), "
@@ -176,7 +175,7 @@ def _checked_options(x: _Like, in_mx: bool, w: _Like, bias: _Like | None, trains
         raise ValueError(
             f"{_WHERE}: a weight {tuple(shape)}, want multiples of {MX_BLOCK} both ways (one MX block); pad it, or use torch.nn.Linear"
         )
-    if bias is not None and (bias[0] != shape[:1] or bias[1] not in _DTYPES or bias[2] != device):
+    if bias is not None and (bias[0] != shape[:1] or bias[1] not in HIGH_PRECISION or bias[2] != device):
         got = f"{tuple(bias[0])} {bias[1]} on {bias[2]}"
         raise ValueError(f"{_WHERE}: a bias {got}, want ({shape[0]},) bfloat16 or float32 on {device}")
     if in_mx and recipe.wgrad == "mxfp8":

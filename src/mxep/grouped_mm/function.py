@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mxep.checks import check_tensors, values_checked
+from mxep.checks import HIGH_PRECISION, check_tensors, values_checked
 from mxep.device import GEMM_PATHS
 from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
 from mxep.grouped_mm.products import GemmOptions, LoraProduct, SavedForm, Weights, gemm_options, multiply_rows, saved_operand, saved_tensors
@@ -223,14 +223,14 @@ def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None
     if a.shape[1] % MX_BLOCK or b_t.shape[2] % MX_BLOCK:
         raise ValueError(f"{_WHERE}: K = {a.shape[1]}, N = {b_t.shape[2]}, want multiples of {MX_BLOCK} (one MX block); pad the weights")
     for name, value in (("A", a), ("B_t", b_t)):
-        if value.dtype not in (torch.bfloat16, torch.float32):
+        if value.dtype not in HIGH_PRECISION:
             raise ValueError(f"{_WHERE}: {name} is {value.dtype}, want bfloat16 or float32 (A may be an MXTensor); cast it first")
     if isinstance(b_t, MXTensor) and not isinstance(b_t, MXWeight):
         do = "it is quantised along K and along N inside; a frozen one may be an MXWeight"
         raise ValueError(f"{_WHERE}: B_t is an MXTensor, want the bf16 or float32 weight; {do}")
     if isinstance(a, MXWeight):
         raise ValueError(f"{_WHERE}: A is an MXWeight, want rows, plain or an MXTensor; dequantise it")
-    if out_dtype not in (torch.bfloat16, torch.float32):
+    if out_dtype not in HIGH_PRECISION:
         raise ValueError(f"{_WHERE}: out_dtype={out_dtype}, want bfloat16 or float32")
     return check_offsets(_WHERE, offs, b_t.shape[0], a)
 
@@ -388,7 +388,7 @@ def expert_mm(
     if recipe.gemm == "hp":
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
             raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")
-        if x.dtype not in (torch.bfloat16, torch.float32) or w.dtype not in (torch.bfloat16, torch.float32):
+        if x.dtype not in HIGH_PRECISION or w.dtype not in HIGH_PRECISION:
             raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
         offs = check_offsets(_WHERE, offs, w.shape[0], x)
         return _GroupedMM.apply(x, w, offs, None, None, weight_dtype)

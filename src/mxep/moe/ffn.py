@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxep.checks import HIGH_PRECISION
 from mxep.grouped_mm.function import check_operands
 from mxep.grouped_mm.products import gemm_options, saved_tensors, shared_form
 from mxep.moe.config import check_activation
@@ -49,7 +50,6 @@ from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
 
 _WHERE = "expert_ffn"
-_BIASES = (torch.bfloat16, torch.float32)
 
 
 def _check_weights(weights: ExpertWeights, gated: bool) -> None:
@@ -68,7 +68,7 @@ def _check_weights(weights: ExpertWeights, gated: bool) -> None:
         want = "(L, H, D), (L, D, H), (L, H, D)" if apart else f"(L, {'2H' if gated else 'H'}, D), (L, D, H)"
         raise ValueError(f"{_WHERE}: {got}, want {want} of one dtype")
     for name, bias, columns in (("b1", b1, rows), ("b2", b2, width), ("b3", b3, hidden if apart else None)):
-        if bias is not None and (columns is None or tuple(bias.shape) != (L, columns) or bias.dtype not in _BIASES):
+        if bias is not None and (columns is None or tuple(bias.shape) != (L, columns) or bias.dtype not in HIGH_PRECISION):
             want = "None, as w3 is" if columns is None else f"({L}, {columns}) bfloat16 or float32"
             raise ValueError(f"{_WHERE}: {name} is {tuple(bias.shape)} {bias.dtype}, want {want}")
     if layout not in LAYOUTS or (apart and layout != "concatenated"):

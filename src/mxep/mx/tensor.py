@@ -15,20 +15,19 @@ import torch.serialization
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mxep.checks import check_tensors
+from mxep.checks import HIGH_PRECISION, check_tensors
 from mxep.operators import direct
 from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_name
 from mxep.shapes import MX_BLOCK
 
 aten = torch.ops.aten
 _TAKES_ANY_STRIDES = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default)
-_HIGH_PRECISION = (torch.bfloat16, torch.float32)
 _COMPILED_NODE = "CompiledFunctionBackward"  # autograd's node of a torch.compile'd graph
 
 
 def _check_quantisable(where: str, data: torch.Tensor, elem_dtype: torch.dtype, block_size: int) -> None:
     check_tensors(where, data=data)
-    if data.dtype not in _HIGH_PRECISION:
+    if data.dtype not in HIGH_PRECISION:
         raise ValueError(f"{where}: data is {data.dtype}, want bfloat16 or float32; cast it first")
     if data.dim() < 1 or data.shape[-1] % MX_BLOCK:
         raise ValueError(f"{where}: last dimension of {tuple(data.shape)}, want a multiple of {MX_BLOCK} (one MX block); pad it with zeros")
@@ -190,7 +189,7 @@ class MXTensor(torch.Tensor):
             )
         if qdata.device != scales.device:
             raise ValueError(f"{where}: qdata on {qdata.device}, scales on {scales.device}, want one device")
-        if orig_dtype not in _HIGH_PRECISION:
+        if orig_dtype not in HIGH_PRECISION:
             raise ValueError(f"{where}: orig_dtype={orig_dtype}, want bfloat16 or float32")
         return MXTensor(qdata, scales, orig_dtype)
 
@@ -276,7 +275,7 @@ class MXTensor(torch.Tensor):
         if func is aten._to_copy.default:
             reject_border(args[0], "dequantize")
             dtype = kwargs.get("dtype") or args[0].orig_dtype
-            if dtype in (*_HIGH_PRECISION, torch.float16):
+            if dtype in (*HIGH_PRECISION, torch.float16):
                 return dequantize_data(args[0], dtype)
 
         def plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from mxep.checks import HIGH_PRECISION
 from mxep.mx.tensor import MXTensor, dequantize_data, from_pickle
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
@@ -109,7 +110,7 @@ class MXWeight(MXTensor):
         Raises:
             ValueError: a shape or dtype that MXFP8 does not have.
         """
-        if weight.dim() < 2 or weight.dtype not in (torch.bfloat16, torch.float32) or weight.shape[-2 if transposed else -1] % MX_BLOCK:
+        if weight.dim() < 2 or weight.dtype not in HIGH_PRECISION or weight.shape[-2 if transposed else -1] % MX_BLOCK:
             raise ValueError(
                 f"{_WHERE}: {tuple(weight.shape)} {weight.dtype}, want bfloat16 or float32 of two dimensions or more, and a multiple of "
                 f"{MX_BLOCK} (one MX block) in the {'second last' if transposed else 'last'}; leave it out"
@@ -219,7 +220,7 @@ def _kept_in_mx(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
     if func is aten._to_copy.default:
         device, lazily = kwargs.get("device"), bool(kwargs.get("non_blocking"))
         dtype = kwargs.get("dtype") or weight.orig_dtype
-        if dtype not in (torch.bfloat16, torch.float32):
+        if dtype not in HIGH_PRECISION:
             return None
         parts = (part.to(device or part.device, non_blocking=lazily, copy=True) for part in (qdata, scale))
         return weight._like(*parts, orig_dtype=dtype, kept=None if weight.kept is None else KeptForms())
