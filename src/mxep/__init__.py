@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:  # what editors and type checkers read; `_NAMES_OF` and `_MODULES` say the same at run time
-    from mxep import bench, comm, device, ep, fused, grouped_mm, integrations, models, moe, mx, parallel, recipe, reference, train  # noqa: F401  # noqa: F401
+    from mxep import bench, comm, device, ep, fused, grouped_mm, integrations, models, moe, mx, parallel, recipe, reference, train  # noqa: F401
     from mxep.comm import ExchangeError, close_transports, set_transport
     from mxep.ep import (
         ExchangePlan,
