@@ -143,9 +143,8 @@ class Trainer:
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, MoE)}
         self.numerics = NumericsWatch(layers, self.meshes.stage.get_group(), self.meshes.pp.get_group() if config.pp > 1 else None)
         projects = build.output.gemm == "mxfp8" and self.model.output is not None
-        quantized = (
-            (self.recipe.gemm == "mxfp8" and layers) or build.linears is not None or projects
-        )  # a pipeline stage may have dense layers only
+        experts = self.recipe.gemm == "mxfp8" and layers  # a pipeline stage may have dense layers only
+        quantized = experts or build.linears is not None or projects
         self.weight_cache = cache_quantized_weights(self.model, self.optimizer) if config.cache_weights and quantized else None
         if self.weight_cache is not None:
             self.weight_cache.captured = config.cuda_graph  # replays change weights: eager steps and evaluation keep nothing
