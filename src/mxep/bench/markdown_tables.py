@@ -60,25 +60,25 @@ _LAYER_COLUMNS = {
     "inference": "inference, against separate blocks",
 }
 _NETWORK_COLUMNS = (
-    "exposed network: longer than one GPU alone, forward | backward | TFLOP/s a rank, forward / backward | net | "
-    "kept / with gate and up in MX"
+    "efficiency forward",
+    "backward",
+    "exposed network: longer than one GPU alone, forward",
+    "backward",
+    "TFLOP/s a rank, forward / backward",
+    "net",
+    "kept / with gate and up in MX",
 )
 _KEPT_ARMS = ("mxfp8", "mxfp8_first_product_in_mx")
 _PIPELINES = {"mxfp8_nccl": "Pipeline of the five blocks", "mxfp8": "Pipeline in one call"}  # arm -> what it is
 _TUTORIAL_COLUMNS = (
-    "tokens | dim | hidden_dim | num_experts | fwd_bf16_ms | fwd_mxfp8_ms | fwd_speedup | "
-    "bwd_bf16_ms | bwd_mxfp8_ms | bwd_speedup | total_speedup"
-)
+    "tokens", "dim", "hidden_dim", "num_experts", "fwd_bf16_ms", "fwd_mxfp8_ms", "fwd_speedup",
+    "bwd_bf16_ms", "bwd_mxfp8_ms", "bwd_speedup", "total_speedup",
+)  # fmt: skip
 
 
-def markdown(header: str, rows: Iterable[Sequence[str]]) -> str:
-    """A table; `header` has bars between its columns."""
-    columns = header.split(" | ")
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with these names of columns."""
     return "\n".join("| " + " | ".join(line) + " |" for line in [columns, ["---"] * len(columns), *rows])
-
-
-def _bars(*columns: str) -> str:
-    return " | ".join(columns)
 
 
 def limit_of(record: Record, name: str) -> float | None:
@@ -113,13 +113,13 @@ def grouped_mm_tables(records: Records) -> str:
             for record in many
             if f"{kind}_vs_torch_bf16" in record["ratios"]
         ]
-        parts.append(markdown(_bars(f"{kind} against torch in bf16, M x K x N of the forward weight", *columns.values()), rows))
+        parts.append(markdown([f"{kind} against torch in bf16, M x K x N of the forward weight", *columns.values()], rows))
     if few:
         kinds = ("forward", "dgrad", "wgrad")
         rows = [[_gemm_title(record), *(f"{record['ratios'][f'{kind}_vs_torch_bf16']:.2f}x" for kind in kinds)] for record in few]
-        parts.append(markdown(_bars("few rows from MX bytes against torch in bf16, on the device", *kinds), rows))
+        parts.append(markdown(["few rows from MX bytes against torch in bf16, on the device", *kinds], rows))
         rows = [[_gemm_title(record), f"`{name}`", f"{us:.0f} us"] for record in few for name, us in record.get("host_us", {}).items()]
-        parts.append(markdown("host time of a call, few rows | call | microseconds", rows))
+        parts.append(markdown(["host time of a call, few rows", "call", "microseconds"], rows))
     return "\n\n".join(parts)
 
 
@@ -137,7 +137,7 @@ def memory_table(records: Records) -> str:
         order = list(dict.fromkeys(call for _, call, _ in calls))
         in_order = sorted(calls, key=lambda row: (row[0], order.index(row[1]), int(row[2])))
         columns, rows = _by_width({row: calls[row] for row in in_order}, letter)
-        parts.append(markdown(_bars("device | few rows: microseconds of a call, device / host | T", *columns), rows))
+        parts.append(markdown(["device", "few rows: microseconds of a call, device / host", "T", *columns], rows))
     return "\n\n".join(parts)
 
 
@@ -155,7 +155,7 @@ def _shares_table(records: Records, letter: str) -> str:
                 targets.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
     columns, rows = _by_width(shares, letter)
     rows = [[*row, ", ".join(sorted(asked))] for row, asked in zip(rows, targets.values(), strict=True)]
-    return markdown(_bars(f"device | share of a copy's speed, {records[0]['shape']['T']} rows", *columns, "asked"), rows)
+    return markdown(["device", f"share of a copy's speed, {records[0]['shape']['T']} rows", *columns, "asked"], rows)
 
 
 def _by_width(cells: Cells, letter: str) -> tuple[list[str], list[list[str]]]:
@@ -180,8 +180,7 @@ def experts_table(records: Records) -> str:
         speeds = (_ratio_of_limit(record, f"{arm}total_vs_torch_bf16", base) for arm in _EXPERT_ARMS)
         rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
     what = "experts, forward + backward, against torch in bf16, the faster of eager and compiled"
-    header = _bars(what, *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB")
-    parts = [markdown(header, rows)]
+    parts = [markdown([what, *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB"], rows)]
     least = min(record["shape"]["T"] for record in records)
     if few := [record for record in records if "host_us" in record and record["shape"]["T"] == least]:
         arms = list(dict.fromkeys(arm for record in few for arm in record["host_us"]))
@@ -189,8 +188,8 @@ def experts_table(records: Records) -> str:
         for record in few:
             us = record["host_us"]
             rows.append([title(record), *(f"{device_us(record, arm):.0f} / {us[arm]:.0f}" if arm in us else "" for arm in arms)])
-        header = _bars("few rows, forward + backward: microseconds under the clock / of the host", *(f"`{arm}`" for arm in arms))
-        parts.append(markdown(header, rows))
+        columns = ["few rows, forward + backward: microseconds under the clock / of the host", *(f"`{arm}`" for arm in arms)]
+        parts.append(markdown(columns, rows))
     return "\n\n".join(parts)
 
 
@@ -218,7 +217,7 @@ def _transformers(records: Records, baseline: str, title: str) -> str:
         kept = " / ".join(f"{record['kept_mib'][arm]:,.0f}" for arm in arms if "kept_mib" in record)
         rows.append([what, *(_ratio_of_limit(record, f"{arm}_total_vs_{baseline}") for arm in ours), *([kept] if with_memory else [])])
     memory = f"kept for backward, MiB: {' / '.join(f'`{arm}`' for arm in arms)}"
-    return markdown(_bars(title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours), *([memory] if with_memory else [])), rows)
+    return markdown([title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours), *([memory] if with_memory else [])], rows)
 
 
 def peers_tables(records: Records) -> str:
@@ -232,7 +231,7 @@ def peers_tables(records: Records) -> str:
         speeds = (f"{base / ms[f'{arm}_total']:.2f}x" if f"{arm}_total" in ms else "-" for arm in arms)
         what = f"{record_place(record)}, {record['model'].partition(',')[0]}, {record['shape']['T']} tokens, {record['routing']}"
         rows.append([what, f"{base:.2f} ms", *speeds])
-    parts = [markdown(_bars("forward + backward", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows)]
+    parts = [markdown(["forward + backward", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)], rows)]
     graphed = [record for record in records if f"{peers.COMPILED}_graph" in record["arms"]]
     arms = [arm for arm in arms if any(f"{arm}_graph" in record["arms"] for record in graphed)]
     rows = []
@@ -244,7 +243,7 @@ def peers_tables(records: Records) -> str:
         speeds = (f"{base / ms[f'{arm}_graph']:.2f}x" if f"{arm}_graph" in ms else "-" for arm in arms)
         rows.append([f"{record_place(record)}, {record['model'].partition(',')[0]}, {tokens}", f"{base:.2f} ms", *speeds])
     if rows:
-        parts.append(markdown(_bars("forward + backward as a CUDA graph", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)), rows))
+        parts.append(markdown(["forward + backward as a CUDA graph", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)], rows))
     return "\n\n".join([*parts, *(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))])
 
 
@@ -261,7 +260,7 @@ def _peers_table(record: Record) -> str:
     title = f"{record_place(record)}, {record['model']}, {sizes}, top {shape['C']}, {record['routing']}"
     off_columns = (f"error of {name}, all / worst row" for name in peers.RESULTS)
     columns = "forward, ms", "backward", "both", f"against `{peers.COMPILED}`", *off_columns, "kept, MiB", "host, ms"
-    return markdown(_bars(title, *columns), rows)
+    return markdown([title, *columns], rows)
 
 
 def linears_table(records: Records) -> str:
@@ -277,7 +276,7 @@ def linears_table(records: Records) -> str:
         rows.append([what, f"{ms[f'{dense_linears.LINEAR}_total']:.2f} ms", *speeds, off, host])
     names = " / ".join(f"`{arm}`" for arm in arms)
     columns = "forward + backward: `linear`", *(f"`{arm}`" for arm in arms), f"error of dW, {names}", f"host, us: `linear` / {names}"
-    return markdown(_bars("a dense linear layer", *columns), rows)
+    return markdown(["a dense linear layer", *columns], rows)
 
 
 def transformers_step_table(records: Records) -> str:
@@ -293,7 +292,7 @@ def transformers_step_table(records: Records) -> str:
             rows.append([what, f"`{arm}`", f"{ms[arm]:.1f}", f"{1e3 * shape['T'] / ms[arm]:,.0f}", speed, *known, peak])
         rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 5] for arm, why in record["left_out"].items()]
     against = f"against `{transformers_step.BASELINE}`"
-    return markdown(_bars("a step", "arm", "ms", "tokens/s", against, "first loss", "worst gradient, dB", "peak, GiB"), rows)
+    return markdown(["a step", "arm", "ms", "tokens/s", against, "first loss", "worst gradient, dB", "peak, GiB"], rows)
 
 
 def finetune_table(records: Records) -> str:
@@ -315,7 +314,7 @@ def finetune_table(records: Records) -> str:
         rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 8] for arm, why in record["left_out"].items()]
     memory = "base, GiB", "adapters, GiB", "peak, GiB: allocated / reserved"
     faster = f"against {' / '.join(f'`{base}`' for base, _ in finetune.RATIOS.values())}"
-    return markdown(_bars("fine-tuning", "arm", "tokens a step", "s", "tokens/s", faster, *memory, "first loss", "last loss"), rows)
+    return markdown(["fine-tuning", "arm", "tokens a step", "s", "tokens/s", faster, *memory, "first loss", "last loss"], rows)
 
 
 def a2a_table(records: Records) -> str:
@@ -328,7 +327,7 @@ def a2a_table(records: Records) -> str:
         parts = (f"{ms[part]:.2f} ms" for part in _A2A_PARTS)
         rows.append([f"{record_place(record)}, {shape['T']} x {shape['D']}", *times, *speeds, *parts])
     columns = (*_A2A_COLUMNS.values(), *(f"{name} alone" for name in _A2A_PARTS))
-    return markdown(_bars("rows a rank, forward + backward | bf16 | MXFP8", *columns), rows)
+    return markdown(["rows a rank, forward + backward", "bf16", "MXFP8", *columns], rows)
 
 
 def layer_tables(records: Records) -> str:
@@ -361,14 +360,14 @@ def layer_tables(records: Records) -> str:
         exposed += [[title, arm, *(f"{of[name]:.2f} ms" for name in EXCHANGES)] for arm, of in record.get("exposed_ms", {}).items()]
     title = "T of all ranks / D / H / E / C"
     parts = [
-        markdown(_bars(title, "forward, bf16 / MXFP8 | backward | MXFP8 over", *_LAYER_COLUMNS.values()), speeds),
-        markdown(_bars(title, "efficiency forward | backward", _NETWORK_COLUMNS), network),
+        markdown([title, "forward, bf16 / MXFP8", "backward", "MXFP8 over", *_LAYER_COLUMNS.values()], speeds),
+        markdown([title, *_NETWORK_COLUMNS], network),
     ]
     if exposed:
-        parts.append(markdown(_bars(title, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)), exposed))
+        parts.append(markdown([title, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)], exposed))
     if uneven := [record for record in records if record["routing"] == "zipf" and "busy_ms" in record and record["world_size"] > 1]:
-        parts.append(markdown(_bars(*imbalance.COSTS), imbalance.cost_rows(uneven)))
-        parts.append(markdown(_bars(*imbalance.LOADS), imbalance.load_rows(uneven)))
+        parts.append(markdown(imbalance.COSTS, imbalance.cost_rows(uneven)))
+        parts.append(markdown(imbalance.LOADS, imbalance.load_rows(uneven)))
     return "\n\n".join(parts)
 
 
@@ -433,8 +432,8 @@ def convergence_table(records: Records) -> str:
                 asked = f"asked: {record['target'][ratio] - 1:.1%} at most"
                 cells = [f"{record['ratios'][ratio] - 1:+.3%} ({asked})", spread, range_verdict(record, name)]
             rows.append([f"{record_place(record)}, {what}", name, f"{arm['held_out_mean']:.4f}", seeds, *cells])
-    against = "mean against bf16 | its standard error | within bf16's seeds"
-    return markdown(f"held-out loss over the last tenth | recipe | mean | seeds | {against}", rows)
+    against = "mean against bf16", "its standard error", "within bf16's seeds"
+    return markdown(["held-out loss over the last tenth", "recipe", "mean", "seeds", *against], rows)
 
 
 def lora_convergence_table(records: Records) -> str:
@@ -449,8 +448,8 @@ def lora_convergence_table(records: Records) -> str:
             compared = ["", ""] if name == baseline else [f"{record['difference']:+.4f}", verdict]
             seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
             rows.append([what, name, f"{arm['held_out_mean']:.4f}", seeds, spread, *compared])
-    columns = "arm | mean | seeds | standard deviation | mean against bf16 | within bf16's standard deviation"
-    return markdown(f"held-out loss over the last tenth | {columns}", rows)
+    columns = "arm", "mean", "seeds", "standard deviation", "mean against bf16", "within bf16's standard deviation"
+    return markdown(["held-out loss over the last tenth", *columns], rows)
 
 
 def train_table(records: Records) -> str:
@@ -476,13 +475,13 @@ def train_table(records: Records) -> str:
             ]
             rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
     gaps = f"loss above bf16's, last {LAST_LOSSES} steps: mean (least to most)"
-    columns = f"a step, median | mean, ms | tokens per second | faster | estimate: GEMMs and exchange halved | GiB | {gaps}"
-    return markdown(_bars("training | bf16 / other", columns, *UTILIZATIONS.values()), rows)
+    times = "a step, median", "mean, ms", "tokens per second", "faster", "estimate: GEMMs and exchange halved"
+    return markdown(["training", "bf16 / other", *times, "GiB", gaps, *UTILIZATIONS.values()], rows)
 
 
 def published_table(records: Records) -> str:
     """The published models of these records, compared with figures of other projects."""
-    return markdown(_bars(*published.COLUMNS), published.rows(records))
+    return markdown(published.COLUMNS, published.rows(records))
 
 
 def trained(record: Record) -> str:
@@ -516,7 +515,7 @@ def torchtitan_table(records: Records) -> str:
             gib = f"{record['memory_gib'][baseline]:.0f} / {record['memory_gib'][arm]:.0f} GiB"
             speed = f"**{record['ratios'][f'{arm}_vs_{baseline}']:.2f}x**"
             rows.append([f"{record_place(record)}, {what}", f"`{arm}`", f"{ms[baseline]:.0f} ms", f"{ms[arm]:.0f} ms", speed, gib])
-    return markdown("a step of torchtitan's trainer | recipe | its own, bf16 | with mxep | faster | memory", rows)
+    return markdown(["a step of torchtitan's trainer", "recipe", "its own, bf16", "with mxep", "faster", "memory"], rows)
 
 
 def _moe_layers(step: Record) -> str:
@@ -539,7 +538,7 @@ def accuracy_table(records: Records) -> str:
         where = "CPU, gloo" if device == "cpu" else f"{device_title(device)}, NCCL"
         where += f", {world} ranks, ({shape['T']}, {shape['D']}) x ({shape['L']}, {shape['N']})"
         rows.append([where, *(f"{value:.1f} dB" for value in worst_db(group))])
-    return markdown("five blocks against bf16, worst of balanced, random, starved routing | out | dx | dW", rows)
+    return markdown(["five blocks against bf16, worst of balanced, random, starved routing", "out", "dx", "dW"], rows)
 
 
 def by_run(records: Records) -> dict[tuple[str, int], list[Record]]:
@@ -569,7 +568,7 @@ def run_table(name: str, folder: Path = RESULTS) -> str:
         form += "".join(f"|{{{name}:.1%}}" for name in more)
         every = max(5, len(steps) // 10)
         rows = [form.format(**step).split("|") for step in steps if step["step"] <= 2 or step["step"] % every == 0]
-        parts.append(markdown(" | ".join(["step | loss | grad_norm | memory | tps | tflops | mfu", *more]), rows))
+        parts.append(markdown(["step", "loss", "grad_norm", "memory", "tps", "tflops", "mfu", *more], rows))
     return "\n\n".join(parts)
 
 

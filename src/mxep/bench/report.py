@@ -161,23 +161,23 @@ def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
     for what, place, ms, bases in _training_steps(of_newest(of_most_ranks(alike))):
         base = min(filter(None, bases))
         rows.append([f"a training step, {what}", place, f"{base:.0f} ms", f"{ms:.0f} ms", f"**{base / ms:.2f}x**", ""])
-    columns = "bf16 over NCCL | MXFP8 | speed-up | bf16 over the same shared memory"
-    return markdown(f"forward + backward, or a training step | hardware | {columns}", rows) if rows else ""
+    columns = "bf16 over NCCL", "MXFP8", "speed-up", "bf16 over the same shared memory"
+    return markdown(["forward + backward, or a training step", "hardware", *columns], rows) if rows else ""
 
 
 def overview(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, *sanitized: Records) -> str:
     """Tables of layers and of training steps against every baseline; accuracy; which tests passed on which GPUs."""
     parts = []
     if speeds := _speeds(layers, pipelines):
-        columns = "bf16 over NCCL | MXFP8 | faster | reference in that run | bf16 over the same shared memory"
-        parts.append(markdown(f"forward + backward | on | {columns}", speeds))
+        columns = "bf16 over NCCL", "MXFP8", "faster", "reference in that run", "bf16 over the same shared memory"
+        parts.append(markdown(["forward + backward", "on", *columns], speeds))
     if steps := _training_steps(trainings):
         rows = []
         for what, place, ms, bases in steps:
             pairs = (("", "") if base is None else (f"{base:.0f} ms", f"**{base / ms:.2f}x**") for base in bases)
             rows.append([what, place, f"{ms:.0f} ms", *itertools.chain(*pairs)])
-        columns = "bf16 in separate blocks over NCCL | faster | bf16 in one function over NCCL | faster"
-        parts.append(markdown(f"a training step | on | MXFP8 | {columns}", rows))
+        against = "bf16 in separate blocks over NCCL", "faster", "bf16 in one function over NCCL", "faster"
+        parts.append(markdown(["a training step", "on", "MXFP8", *against], rows))
     if accuracies:
         out, dx, dw = worst_db(accuracies)
         runs = sorted(by_run(accuracies))
