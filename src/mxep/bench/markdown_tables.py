@@ -224,27 +224,25 @@ def peers_tables(records: Records) -> str:
     """Every arm against the compiled one, by shape and routing; the same of few tokens as CUDA graphs; then a table for each shape of many
     tokens with every arm's time, errors against float64, bytes kept for backward and time on the host."""
     arms = list(dict.fromkeys(arm for record in records for arm in record["errors"] if arm != peers.COMPILED))
-    rows = []
-    for record in records:
-        ms = median_ms(record)
-        base = ms[f"{peers.COMPILED}_total"]
-        speeds = (f"{base / ms[f'{arm}_total']:.2f}x" if f"{arm}_total" in ms else "-" for arm in arms)
-        what = f"{record_place(record)}, {record['model'].partition(',')[0]}, {record['shape']['T']} tokens, {record['routing']}"
-        rows.append([what, f"{base:.2f} ms", *speeds])
+    rows = [_peers_speeds(record, arms, "total", f"{record['shape']['T']} tokens, {record['routing']}") for record in records]
     parts = [markdown(["forward + backward", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)], rows)]
-    graphed = [record for record in records if f"{peers.COMPILED}_graph" in record["arms"]]
-    arms = [arm for arm in arms if any(f"{arm}_graph" in record["arms"] for record in graphed)]
-    rows = []
-    for record in graphed:
-        ms = median_ms(record)
-        base = ms[f"{peers.COMPILED}_graph"]
-        calls = record.get("microbatches", 1)  # older records do not have it
-        tokens = f"{calls} x {record['shape']['T']} tokens" if calls > 1 else f"{record['shape']['T']} tokens"
-        speeds = (f"{base / ms[f'{arm}_graph']:.2f}x" if f"{arm}_graph" in ms else "-" for arm in arms)
-        rows.append([f"{record_place(record)}, {record['model'].partition(',')[0]}, {tokens}", f"{base:.2f} ms", *speeds])
-    if rows:
+    if graphed := [record for record in records if f"{peers.COMPILED}_graph" in record["arms"]]:
+        arms = [arm for arm in arms if any(f"{arm}_graph" in record["arms"] for record in graphed)]
+        rows = []
+        for record in graphed:
+            calls = record.get("microbatches", 1)  # older records do not have it
+            tokens = f"{record['shape']['T']} tokens"
+            rows.append(_peers_speeds(record, arms, "graph", f"{calls} x {tokens}" if calls > 1 else tokens))
         parts.append(markdown(["forward + backward as a CUDA graph", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)], rows))
     return "\n\n".join([*parts, *(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))])
+
+
+def _peers_speeds(record: Record, arms: Sequence[str], timed: str, tokens: str) -> list[str]:
+    """The compiled arm's time, and every other arm's speed against it; `timed`: "total" or "graph"."""
+    ms = median_ms(record)
+    base = ms[f"{peers.COMPILED}_{timed}"]
+    speeds = (f"{base / ms[f'{arm}_{timed}']:.2f}x" if f"{arm}_{timed}" in ms else "-" for arm in arms)
+    return [f"{record_place(record)}, {record['model'].partition(',')[0]}, {tokens}", f"{base:.2f} ms", *speeds]
 
 
 def _peers_table(record: Record) -> str:
