@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mxep.bench.records import RESULTS, device_name, origin, read_records, write_records
+from mxep.bench.records import device_name, origin, write_beside
 from mxep.bench.timing import Timing
 
 BASELINE = "bf16"
@@ -145,12 +145,8 @@ def record_of(runs: dict[str, dict[str, Any]], arguments: argparse.Namespace, de
     }
 
 
-def _file(record: dict[str, Any]) -> tuple[object, ...]:
-    return record["device"], record["world_size"]
-
-
-def _same(record: dict[str, Any]) -> tuple[object, ...]:
-    """Records of a file with the same key replace each other."""
+def compared(record: dict[str, Any]) -> tuple[object, ...]:
+    """Records of other models, attentions, layers or tokens stay in the file of a new one."""
     return record["model"], record["attention"], record["layers"], record["shape"]["T"]
 
 
@@ -187,10 +183,7 @@ def main() -> None:
     problem = problem_of(runs)
     if problem is not None:
         sys.exit(f"FAILED: {problem}; no record")
-    device = device_name(torch.device("cuda"))
-    record = record_of(runs, arguments, device)
-    others = [old for old in read_records("torchtitan") if _file(old) == _file(record) and _same(old) != _same(record)]
-    print(f"wrote {write_records('torchtitan', device, arguments.ranks, [*others, record], RESULTS)}")
+    print("wrote", write_beside(record_of(runs, arguments, device_name(torch.device("cuda"))), compared))
 
 
 if __name__ == "__main__":

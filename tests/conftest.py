@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
-from mxep.bench.records import device_name, origin, read_records, write_records
+from mxep.bench.records import device_name, origin, write_beside
 
 os.environ.setdefault("MXEP_CHECK", "1")
 # Under nohup SIGHUP is ignored, and every process that a test starts would inherit that: a trainer then rightly runs on without a terminal.
@@ -81,9 +81,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     name = device_name(torch.device("cuda", 0))
     command = shlex.join(["pytest", *config.invocation_params.args])
     record = {"benchmark": "gpu_tests", "device": name, "world_size": count, "counts": counts, **origin(command)}
-    here = (record["device"], record["world_size"])
-    with_others = [r for r in read_records("gpu_tests") if (r["device"], r["world_size"]) == here and r["torch"] != record["torch"]]
-    terminalreporter.write_line(f"wrote {write_records('gpu_tests', name, count, [*with_others, record])}")
+    terminalreporter.write_line(f"wrote {write_beside(record, lambda of: of['torch'])}")
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that are selected

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests import conftest
 
-# Of other runs: on this GPU with another torch, with this one, and on two GPUs.
-EARLIER = [
-    {"device": "gpu", "world_size": 1, "torch": "2.0", "counts": {"passed": 7}},
-    {"device": "gpu", "world_size": 1, "torch": torch.__version__, "counts": {"passed": 8}},
-    {"device": "gpu", "world_size": 2, "torch": "2.0", "counts": {"passed": 9}},
-]
+from mxep.bench.records import read_records, write_beside
+
+# Of other runs on this GPU: with another torch, and with this one.
+EARLIER = [{"torch": "2.0", "counts": {"passed": 7}}, {"torch": torch.__version__, "counts": {"passed": 8}}]
 
 
 @pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
-    """Counts of every record that is written, on a machine with a GPU."""
-    counts: list[dict[str, int]] = []
-    monkeypatch.setattr(conftest, "write_records", lambda *arguments: counts.extend(record["counts"] for record in arguments[-1]))
-    monkeypatch.setattr(conftest, "read_records", lambda benchmark: [dict(record) for record in EARLIER])
+def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[dict[str, int]]]:
+    """Counts of the records in this GPU's file, on a machine with a GPU."""
+    (tmp_path / "gpu_tests-gpu-1.json").write_text(json.dumps(EARLIER))
+    monkeypatch.setattr(conftest, "write_beside", functools.partial(write_beside, folder=tmp_path))
     monkeypatch.setattr(conftest, "device_name", lambda device: "gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    return counts
+    return lambda: [record["counts"] for record in read_records("gpu_tests", tmp_path)]
 
 
 def summarise(status: pytest.ExitCode) -> str:
@@ -38,19 +39,20 @@ def summarise(status: pytest.ExitCode) -> str:
 
 
 @pytest.mark.parametrize("status", [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED])
-def test_a_whole_run_is_written(written: list[dict[str, int]], status: pytest.ExitCode):
+def test_a_whole_run_is_written(written: Callable[[], list[dict[str, int]]], status: pytest.ExitCode):
     summarise(status)
-    assert written[0] == {"passed": 7}, "what another torch gave on this GPU stays"
-    assert [(counts["passed"], counts["failed"], counts["skipped"]) for counts in written[1:]] == [(2, 1, 0)]
+    of_another_torch, counts = written()
+    assert of_another_torch == {"passed": 7}, "it stays"
+    assert (counts["passed"], counts["failed"], counts["skipped"]) == (2, 1, 0)
 
 
-def test_a_worker_writes_nothing(written: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_writes_nothing(written: Callable[[], list[dict[str, int]]], monkeypatch: pytest.MonkeyPatch):
     """Workers summarise as well, when they are told to end: a run that timed out left the record of one worker's 23 tests."""
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
     summarise(pytest.ExitCode.OK)
-    assert not written
+    assert written() == [record["counts"] for record in EARLIER]
 
 
-def test_a_run_that_ended_early_writes_nothing(written: list[dict[str, int]]):
+def test_a_run_that_ended_early_writes_nothing(written: Callable[[], list[dict[str, int]]]):
     assert "INTERRUPTED" in summarise(pytest.ExitCode.INTERRUPTED)
-    assert not written
+    assert written() == [record["counts"] for record in EARLIER]

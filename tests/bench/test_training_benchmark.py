@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 import mxep
 from mxep import cli
 from mxep.bench import markdown_tables, plots, published, training
+from mxep.bench.records import write_beside
 from mxep.bench.timing import MIN_RUNS
 from mxep.bench.training import IDLE, PARTS, part_of
 from mxep.models.flops import flops_per_token
@@ -301,7 +302,9 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     records = [{**record, **changes} for changes in ({"routing": "forced balance"}, {"options": {}}, {}, {"world_size": 2})]
     (tmp_path / "train-cpu-1.json").write_text(json.dumps(records[:3]))
     (tmp_path / "train-cpu-2.json").write_text(json.dumps(records[3:]))
-    assert training._other_records(record, tmp_path) == records[:2], "other models, routings and options of this machine stay in its file"
+    assert write_beside(record, training.compared, tmp_path) == tmp_path / "train-cpu-1.json"
+    want = [*records[:2], record], records[3:]
+    assert tuple(json.loads((tmp_path / f"train-cpu-{world}.json").read_text()) for world in (1, 2)) == want, "others stay"
 
 
 @pytest.mark.parametrize(
@@ -317,9 +320,9 @@ def test_runs_of_other_options_are_other_records(tmp_path: Path, options: dict) 
         return training.record_of(runs, tmp_path / "none", "command", "h100")
 
     plain, other = record(), record(**options)
-    (tmp_path / "train-h100-4.json").write_text(json.dumps([plain]))
-    assert training._other_records(other, tmp_path) == [plain]
-    assert training._other_records(plain, tmp_path) == []
+    for one in (plain, other, plain):
+        write_beside(one, training.compared, tmp_path)
+    assert json.loads((tmp_path / "train-h100-4.json").read_text()) == [other, plain]
     assert markdown_tables.trained(other) != markdown_tables.trained(plain)
 
 

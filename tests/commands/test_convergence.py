@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from mxep.bench import markdown_tables, plots
-from mxep.bench.records import RESULTS, range_verdict, read_records
+from mxep.bench.records import RESULTS, range_verdict, read_records, write_beside
 from mxep.cli import main
 from mxep.commands import convergence
 from mxep.commands.convergence import MAX_DIFFERENCE, RunPool, SeedRun, command, curve, log_tail, summarize, train_options
@@ -226,10 +226,12 @@ def test_given_options_override_the_defaults(tmp_path: Path) -> None:
 
 
 def test_a_record_takes_the_place_of_one_with_the_same_tokens_and_learning_rate(tmp_path: Path) -> None:
-    record = {"device": "cpu", "model": {"name": "a"}, "arms": {}, "steps": 10, "seq_len": 16, "tokens": 160, "lr": 1e-3}
+    record = {"benchmark": "convergence", "device": "cpu", "world_size": 1, "model": {"name": "a"}, "arms": {}}
+    record |= {"steps": 10, "seq_len": 16, "tokens": 160, "lr": 1e-3}
     others = [record | {"lr": 2e-3}, record | {"tokens": 320}]
     (tmp_path / "convergence-cpu-1.json").write_text(json.dumps([record, *others]))
-    assert convergence._other_records(record, tmp_path) == others
+    write_beside(record, convergence.compared, tmp_path)
+    assert read_records("convergence", tmp_path) == [*others, record]
 
 
 def test_arms_have_options_of_their_own(tmp_path: Path) -> None:

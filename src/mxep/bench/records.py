@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,14 @@ def write_records(
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps(records, indent=1) + "\n")
     return part.replace(path) if complete else part
+
+
+def write_beside(record: Record, compared: Callable[[Record], object], folder: Path = RESULTS) -> Path:
+    """Writes one record into its file, in place of those for which `compared` returns the same; returns the file."""
+    benchmark, device, world_size = record["benchmark"], record["device"], record["world_size"]
+    path = record_path(benchmark, device, world_size, folder)
+    others = [old for old in records_in(path) if compared(old) != compared(record)] if path.exists() else []
+    return write_records(benchmark, device, world_size, [*others, record], folder)
 
 
 def merged(records: Sequence[Record], old: Sequence[Record]) -> list[Record]:

@@ -34,7 +34,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from mxep.bench.ranks import run_child
-from mxep.bench.records import device_name, device_title, origin, read_records, write_records
+from mxep.bench.records import device_name, device_title, origin, write_beside
 from mxep.bench.tables import table_of
 from mxep.bench.timing import MIN_RUNS, Timing, hold
 from mxep.device import peak_bf16_flops_of
@@ -318,19 +318,12 @@ def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device
     plot_comparison(runs_of(found), plot, COUNTED)
     print("wrote", plot)
     if record:
-        print("wrote", write_records("train", found["device"], found["world_size"], [*_other_records(found, out), found], out))
+        print("wrote", write_beside(found, compared, out))
 
 
-def _other_records(record: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Records of other models, routings and options on as many GPUs of this kind, which stay in the file."""
-
-    def place(of: dict[str, Any]) -> list[Any]:
-        return [of["device"], of["world_size"]]
-
-    def training(of: dict[str, Any]) -> list[Any]:
-        return [of["model"], of["routing"], of["options"], [*of["arms"]]]
-
-    return [old for old in read_records("train", folder) if place(old) == place(record) and training(old) != training(record)]
+def compared(record: dict[str, Any]) -> list[Any]:
+    """Records of other models, routings, options or arms stay in the file of a new one."""
+    return [record["model"], record["routing"], record["options"], [*record["arms"]]]
 
 
 _KINDS = ("kernel", "gpu_memcpy", "gpu_memset")

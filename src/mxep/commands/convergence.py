@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mxep.bench.records import Record, device_name, origin, read_records, write_records
+from mxep.bench.records import device_name, origin, write_beside
 from mxep.models.presets import DecoderConfig
 from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import TrainConfig, split_names
@@ -317,8 +317,7 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     if record["no_verdict"]:
         say(f"no verdict: {'; '.join(record['no_verdict'])}")
     if options.record is not None:
-        kept = _other_records(record, options.record)
-        say(f"record {write_records('convergence', record['device'], record['world_size'], [*kept, record], options.record)}")
+        say(f"record {write_beside(record, compared, options.record)}")
     say(f"plot {convergence([record], options.out)}")
 
 
@@ -332,14 +331,9 @@ def without_folder(word: str) -> str:
     return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word
 
 
-def _other_records(record: Mapping[str, Any], folder: Path) -> list[Record]:
-    """Records of other models, arms, lengths, batches and learning rates on the same kind of device, which stay in the file."""
-
-    def compared(of: Mapping[str, Any]) -> list[Any]:
-        return [of["model"], [*of["arms"]], *(of[name] for name in ("steps", "seq_len", "tokens", "lr"))]
-
-    same_device = [old for old in read_records("convergence", folder) if old["device"] == record["device"]]
-    return [old for old in same_device if compared(old) != compared(record)]
+def compared(record: Mapping[str, Any]) -> list[Any]:
+    """Records of other models, arms, lengths, batches or learning rates stay in the file of a new one."""
+    return [record["model"], [*record["arms"]], *(record[name] for name in ("steps", "seq_len", "tokens", "lr"))]
 
 
 def say(text: str) -> None:
