@@ -86,16 +86,20 @@ def even_counts(num_rows: int, num_experts: int) -> torch.Tensor:
     return counts
 
 
-def zipf_counts(num_rows: int, num_experts: int, exponent: float = 1.0, granule: int = 1) -> torch.Tensor:
-    """(E,) int64: popularity 1/k^exponent, in an order of the experts that a fixed seed shuffles, so that all ranks agree.
+def zipf_places(num_experts: int) -> torch.Tensor:
+    """(E,) int64: each expert's k from 1 on, its popularity being 1/k, in an order that a fixed seed shuffles, so that all ranks agree."""
+    return 1 + torch.randperm(num_experts, generator=torch.Generator().manual_seed(_SEED))
+
+
+def zipf_counts(num_rows: int, num_experts: int, granule: int = 1) -> torch.Tensor:
+    """(E,) int64 by the popularities 1/k.
 
     All counts but one are multiples of `granule`.
 
     >>> sorted(zipf_counts(24, 3).tolist())
     [4, 7, 13]
     """
-    weights = torch.arange(1, num_experts + 1).double() ** -exponent
-    weights = weights[torch.randperm(num_experts, generator=torch.Generator().manual_seed(_SEED))]
+    weights = zipf_places(num_experts).double() ** -1.0
     ends = (weights.cumsum(0) / weights.sum() * num_rows / granule).round().long() * granule
     ends[-1] = num_rows
     return torch.diff(ends, prepend=ends.new_zeros(1))

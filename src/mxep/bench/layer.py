@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mxep.bench.accuracy import db_problem, gradients, sqnr_db
+from mxep.bench.baselines import zipf_places
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
 from mxep.bench.timing import Arm, host_facts, run_arm, use_expandable_segments
@@ -141,8 +142,7 @@ class LayerProblem:
         whole = normal(T, D)
         whole[:, 0] = 1  # the column that multiplies the experts' popularity
         gate = normal(E, D) / D**0.5
-        popularity = torch.zeros(E) if routing == "balanced" else -torch.arange(1, E + 1).log()
-        gate[:, 0] = popularity[torch.randperm(E, generator=torch.Generator().manual_seed(_SEED))].to(device)
+        gate[:, 0] = 0 if routing == "balanced" else -zipf_places(E).log().to(device)
         self.gate = torch.nn.Parameter(gate.float())  # as training has it
         fits = _FULL * total_memory(device)
         self.alone = [arm for arm, ranks in (("local", setting.world), ("one_gpu", 1)) if one_gpu_bytes(size, ranks) <= fits]

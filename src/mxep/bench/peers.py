@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxep.bench.accuracy import gradients
+from mxep.bench.baselines import zipf_places
 from mxep.bench.experts import dense_ffn, dense_products, saved_bytes
 from mxep.bench.peer_arms import FP8_PEERS, PEERS, Experts, load_peers, short_reason
 from mxep.bench.registry import Case, Figure, Setting
@@ -177,8 +178,8 @@ class PeersProblem:
         normal = partial(torch.randn, device=device, dtype=torch.bfloat16, generator=torch.Generator(device).manual_seed(_SEED))
         self.x, self.dy = normal(T, D), normal(T, D)
         self.w1, self.w2 = (torch.nn.Parameter(normal(E, *size) / size[1] ** 0.5) for size in ((2 * H, D), (D, H)))
-        popularity = torch.zeros(E) if routing == "random" else -torch.arange(1, E + 1).log()  # logits around it, as a layer's
-        best = (normal(T, E).float() + popularity[torch.randperm(E, generator=torch.Generator().manual_seed(_SEED))].to(device)).topk(C)
+        middle = 0.0 if routing == "random" else -zipf_places(E).log().to(device)  # of the logits, as a layer's
+        best = (normal(T, E).float() + middle).topk(C)
         self.choices, self.scores = best.indices, best.values.softmax(1).to(torch.bfloat16)
         self.kept = {arm: _KeptWeights(self.w1, self.w2) for arm, (_, keeps) in OURS.items() if keeps}
         compiled: Experts = torch.compile(torch_experts, dynamic=False) if device.type == "cuda" else torch_experts
