@@ -132,13 +132,9 @@ def compute_figures(ms: Mapping[str, float], T: int, D: int, world: int) -> dict
 
 def cases(setting: Setting) -> Iterator[Case]:
     """The batches, then the size with dispatch's target."""
-    shapes = [(batch * SEQUENCE, WIDTH) for batch in BATCHES] + [DISPATCH]
-    if setting.tiny:
-        shapes = [(256, 128)]
-    elif setting.quick:
-        shapes = [DISPATCH]
+    every = [(batch * SEQUENCE, WIDTH) for batch in BATCHES] + [DISPATCH]
     shared = symmetric_group(setting.group, setting.device)
-    for T, D in shapes:
+    for T, D in setting.choose(every, tiny=[(256, 128)], quick=[DISPATCH]):
         exchange = RowExchangeProblem(setting, T, D, shared)
         wire = round(exchange.records.shape[1] / (2 * D), 4)
         yield Case(

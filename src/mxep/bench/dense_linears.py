@@ -153,10 +153,8 @@ def gains_table(records: Sequence[Record]) -> str:
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every shape with many tokens and with fewer; only the first of them if it is to be quick."""
-    wanted = [(TOKENS, *shape, target) for shape, target in _TARGETS.items()] + [(FEWER_TOKENS, *shape, None) for shape in _TARGETS]
-    if setting.tiny or setting.quick:
-        wanted = [(64, 128, 96, None)] if setting.tiny else wanted[:1]
-    for T, K, N, target in wanted:
+    every = [(TOKENS, *shape, target) for shape, target in _TARGETS.items()] + [(FEWER_TOKENS, *shape, None) for shape in _TARGETS]
+    for T, K, N, target in setting.choose(every, tiny=[(64, 128, 96, None)]):
         problem = LinearProblem(setting, T, K, N)
         yield Case(
             f"{T} tokens, {K} -> {N}",

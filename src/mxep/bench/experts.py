@@ -203,11 +203,9 @@ def compute_figures(ms: Mapping[str, float]) -> dict[str, Figure]:
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every shape with many rows, balanced and by Zipf's law, and with few."""
-    wanted = [(ROWS[0], *shape, routing) for shape in SHAPES for routing in ("balanced", "zipf")]
-    wanted += [(ROWS[1], *shape, "balanced") for shape in SHAPES]
-    if setting.tiny or setting.quick:
-        wanted = [(256, 128, 64, "balanced"), (256, 128, 64, "zipf")] if setting.tiny else wanted[:1]
-    for T, D, H, routing in wanted:
+    every = [(ROWS[0], *shape, routing) for shape in SHAPES for routing in ("balanced", "zipf")]
+    every += [(ROWS[1], *shape, "balanced") for shape in SHAPES]
+    for T, D, H, routing in setting.choose(every, tiny=[(256, 128, 64, "balanced"), (256, 128, 64, "zipf")]):
         problem = ExpertsProblem(setting, T, D, H, 4 if setting.tiny else EXPERTS, routing)
         yield Case(
             f"{T} rows, D {D}, H {H}, {problem.L} experts, {routing}",

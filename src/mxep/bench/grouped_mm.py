@@ -11,7 +11,7 @@ the copies have left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,15 +67,13 @@ class GemmProblem:
         return counts_of(self.routing, self.M, self.G, _GRANULE).cumsum(0).int().to(device)
 
 
-def problems(setting: Setting) -> list[tuple[GemmProblem, tuple[str, ...]]]:
+def problems(setting: Setting) -> Sequence[tuple[GemmProblem, tuple[str, ...]]]:
     """Every case with many rows, and the products that it times."""
     kinds = ("forward", "dgrad", "wgrad")
-    if setting.tiny:
-        return [(GemmProblem(256, 128, 64, 4, routing), kinds) for routing in ("balanced", "zipf")]
-    if setting.quick:
-        return [(GemmProblem(ROWS, 7168, 2048, 8), kinds)]
-    found = [(GemmProblem(ROWS, K, N, 8), kinds) for K, N in SHAPES]
-    return found + [(GemmProblem(ROWS, K, N, G, routing), some) for K, N, G, routing, some in _OTHERS]
+    every: list[tuple[GemmProblem, tuple[str, ...]]] = [(GemmProblem(ROWS, K, N, 8), kinds) for K, N in SHAPES]
+    every += [(GemmProblem(ROWS, K, N, G, routing), some) for K, N, G, routing, some in _OTHERS]
+    tiny = [(GemmProblem(256, 128, 64, 4, routing), kinds) for routing in ("balanced", "zipf")]
+    return setting.choose(every, tiny, quick=[(GemmProblem(ROWS, 7168, 2048, 8), kinds)])
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -84,9 +82,8 @@ def cases(setting: Setting) -> Iterator[Case]:
     for problem, kinds in problems(setting):
         for kind in kinds:
             yield (_wgrad_case if kind == "wgrad" else partial(_rows_case, kind))(problem, setting, functions)
-    rows, shapes = ((64,), ((128, 64),)) if setting.tiny else (FEW_ROWS[:1], FEW_SHAPES[:1]) if setting.quick else (FEW_ROWS, FEW_SHAPES)
-    for K, N in shapes:
-        for M in rows:
+    for K, N in setting.choose(FEW_SHAPES, tiny=[(128, 64)]):
+        for M in setting.choose(FEW_ROWS, tiny=[64]):
             yield _few_rows_case(GemmProblem(M, K, N, _FEW_GROUPS), setting, functions)
 
 

@@ -358,7 +358,7 @@ def compute_figures(measured_ms: Mapping[str, float], size: Size, routing: str, 
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every size, balanced and by Zipf's law; or the requested one."""
-    sizes = (Size(*setting.size),) if setting.size is not None else (_TINY,) if setting.tiny else SIZES[:1] if setting.quick else SIZES
+    sizes = setting.choose(SIZES, tiny=[_TINY]) if setting.size is None else [Size(*setting.size)]
     shared = symmetric_group(setting.group, setting.device)
     for size in sizes:
         for routing in ("balanced", "zipf"):

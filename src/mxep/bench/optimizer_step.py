@@ -46,7 +46,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     def make_movers(T: int, D: int) -> tuple[str, Movers]:
         return _TORCH, {arm: _mover(setting, T, D, arm, precision) for arm, precision in _ARMS.items()}
 
-    for T, D in ((256, 256),) if setting.tiny else SIZES[:1] if setting.quick else SIZES:
+    for T, D in setting.choose(SIZES, tiny=[(256, 256)]):
         yield memory_case(setting, T, D, make_movers)
 
 

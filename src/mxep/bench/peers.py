@@ -326,10 +326,9 @@ def compute_figures(ms: Mapping[str, float], targets: Mapping[str, float]) -> di
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Every shape with each routing, then few tokens of each model; only the first of them if it is to be quick."""
-    wanted = [(name, shape, routing) for name, shape in SHAPES.items() for routing in ROUTINGS]
-    wanted += [(f"{name}, few tokens", SHAPES[name]._replace(T=T), "random") for name in _MODELS for T in FEW_TOKENS]
-    if setting.tiny or setting.quick:
-        wanted = [("tiny", _TINY, routing) for routing in ROUTINGS] if setting.tiny else wanted[:1]
+    every = [(name, shape, routing) for name, shape in SHAPES.items() for routing in ROUTINGS]
+    every += [(f"{name}, few tokens", SHAPES[name]._replace(T=T), "random") for name in _MODELS for T in FEW_TOKENS]
+    wanted = setting.choose(every, tiny=[("tiny", _TINY, routing) for routing in ROUTINGS])
     titles = [_title(*case) for case in wanted]
     if not any(setting.only in title for title in titles):
         raise ValueError(f"peers: --only {setting.only!r}, want a part of one of these titles: {'; '.join(titles)}")

@@ -210,8 +210,7 @@ def cases(setting: Setting) -> Iterator[Case]:
         use_expandable_segments()
     shared = symmetric_group(setting.group, setting.device)
     T, L = (256, 4) if setting.tiny else (ROWS, EXPERTS)
-    shapes = ((128, 64),) if setting.tiny else SHAPES[1:2] if setting.quick else SHAPES
-    for D, N in shapes:
+    for D, N in setting.choose(SHAPES, tiny=[(128, 64)], quick=SHAPES[1:2]):
         for routing in ("balanced", "zipf"):
             pipeline = PipelineProblem(setting, T, D, N, L, routing, shared)
             yield Case(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -25,6 +25,9 @@ _MEMORY_BOUND = Rounds(count=5, timed=6, warm_ms=60.0, hold_ms=5.0)
 _GEMMS = Rounds(count=5, timed=6, warm_ms=100.0)
 # Of a compiled function.  By default torch.compile compiles 8 and calls the function uncompiled for others, after a warning in a log.
 _MOST_SHAPES = 64
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,14 @@ class Setting:
     @property
     def tiny(self) -> bool:
         return self.device.type == "cpu"
+
+    def choose(self, every: Sequence[_T], tiny: Sequence[_T], quick: Sequence[_T] | None = None) -> Sequence[_T]:
+        """Which cases to run: `tiny` on a CPU; if it is to be quick `quick`, by default the first of `every`; else all."""
+        if self.tiny:
+            return tiny
+        if self.quick:
+            return every[:1] if quick is None else quick
+        return every
 
     @property
     def rank(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -72,9 +72,9 @@ def registered() -> ModuleType:
     return adapter
 
 
-def models(setting: Setting) -> list[str]:
+def models(setting: Setting) -> Sequence[str]:
     """Names of the models to run."""
-    return list(MODELS)[:1] if setting.tiny or setting.quick else list(MODELS)
+    return setting.choose([*MODELS], tiny=[*MODELS][:1])
 
 
 class AdapterProblem:
