@@ -22,7 +22,7 @@ from mxep.bench.experts import dense_products
 from mxep.bench.peers import relative_errors
 from mxep.bench.records import Record, median_ms
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Arm, host_facts, run_arm
+from mxep.bench.timing import Arm, host_facts_of, run_arm
 from mxep.mx.weight_cache import WeightCache
 from mxep.parallel.linear_gains import LinearTimes
 from mxep.parallel.linears import MXLinear
@@ -126,8 +126,7 @@ class LinearProblem:
         """Further fields of the record."""
         fills = {arm: cache.fills for arm, cache in self.caches.items()}
         assert all(count <= 2 for count in fills.values()), f"weights kept: {fills} fills, want each one's two forms once"
-        calls = {arm: partial(run_arm, stages) for arm, stages in self.arms().items()}
-        found = host_facts(calls, self.setting.device, _HOST_BATCH)
+        found = host_facts_of(self.arms(), self.setting.device, _HOST_BATCH)
         return found | {"errors": self.errors, "host_us_asked": dict.fromkeys(OURS, _HOST_US_ASKED)}
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from mxep.bench.accuracy import db_problem, gradients, sqnr_db
 from mxep.bench.baselines import copy_of, counts_of, dense_fp8, random_fp8
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, host_facts, run_arm
+from mxep.bench.timing import Arm, host_facts_of, run_arm
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.experts import Experts
 from mxep.mx.tensor import quantize_mx
@@ -115,12 +115,8 @@ class ExpertsProblem:
 
     def after(self) -> dict[str, Any]:
         """Further fields of the record."""
-        found: dict[str, Any] = {
-            "saved_bytes": {arm: saved_bytes(stages, self.weights) for arm, stages in self.arms().items()},
-            "worst_db": self.worst_db,
-        }
-        calls = {arm: partial(run_arm, stages) for arm, stages in self.arms().items()}
-        return found | host_facts(calls, self.setting.device, _HOST_BATCH)
+        saved = {arm: saved_bytes(stages, self.weights) for arm, stages in self.arms().items()}
+        return {"saved_bytes": saved, "worst_db": self.worst_db} | host_facts_of(self.arms(), self.setting.device, _HOST_BATCH)
 
     def arms(self) -> dict[str, Arm]:
         """Every arm without the limits'."""

@@ -30,7 +30,7 @@ from mxep.bench.accuracy import db_problem, gradients, sqnr_db
 from mxep.bench.baselines import zipf_places
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Arm, host_facts, run_arm, use_expandable_segments
+from mxep.bench.timing import Arm, host_facts_of, run_arm, use_expandable_segments
 from mxep.bench.training import IDLE, exposed_ms, step_parts, trace_of
 from mxep.comm.collective import gather_objects, resolve_group
 from mxep.device import total_memory
@@ -302,7 +302,7 @@ class LayerProblem:
         self._clear()
         facts: dict[str, Any] = {"saved_bytes": kept, "load_max_over_mean": round((load.max() / load.mean()).item(), 3)}
         facts["choices"] = [int(sum(counts)) for counts in zip(*of_ranks, strict=True)]
-        facts |= host_facts({arm: partial(run_arm, self.stages(arm)) for arm in self.layers}, self.setting.device, _HOST_BATCH)
+        facts |= host_facts_of({arm: self.stages(arm) for arm in self.layers}, self.setting.device, _HOST_BATCH)
         self._clear()
         if self.setting.device.type == "cuda":
             traced = {arm: self.traced(arm) for arm in self.exchanging}

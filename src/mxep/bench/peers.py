@@ -31,7 +31,7 @@ from mxep.bench.baselines import zipf_places
 from mxep.bench.experts import dense_ffn, dense_products, saved_bytes
 from mxep.bench.peer_arms import FP8_PEERS, PEERS, Experts, load_peers, short_reason
 from mxep.bench.registry import Case, Figure, Setting
-from mxep.bench.timing import Arm, captured, host_facts, run_arm
+from mxep.bench.timing import Arm, captured, host_facts_of, run_arm
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.fused.autograd import run_layer
 from mxep.fused.layer import fused_experts
@@ -269,7 +269,7 @@ class PeersProblem:
         both = GEMM_PATHS[resolve_gemm_path("auto", self.setting.device)].granularity is not None  # forms of a weight in one pass
         users = 2 if self.few and self.setting.device.type == "cuda" else 1  # eager calls and a graph
         assert all(fills == users * (2 if both else 4) for fills in filled.values()), f"weights kept: {filled} fills, want each form once"
-        found = host_facts({arm: partial(run_arm, stages) for arm, stages in self.timed.items()}, self.setting.device, _HOST_BATCH)
+        found = host_facts_of(self.timed, self.setting.device, _HOST_BATCH)
         if self.few:
             found["microbatches"] = MICROBATCHES
         return found | {

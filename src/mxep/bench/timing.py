@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, starmap
 from typing import Any
 
@@ -273,6 +274,11 @@ def host_facts(calls: Mapping[str, Call], device: torch.device, batch: int = _BA
         "host_us": {name: round(us, 1) for name, us in median.items()},
         "host_unsteady": [name for name, us in median.items() if us > MAX_HOST_SPREAD * min(batches[name])],
     }
+
+
+def host_facts_of(arms: Mapping[str, Arm], device: torch.device, batch: int) -> dict[str, Any]:
+    """`host_facts` of all stages of each arm."""
+    return host_facts({name: partial(run_arm, arm) for name, arm in arms.items()}, device, batch)
 
 
 def host_batches_us(call: Call, device: torch.device, batch: int) -> list[float]:

@@ -33,7 +33,7 @@ from mxep.bench.accuracy import sqnr_db
 from mxep.bench.experts import dense_products
 from mxep.bench.peer_arms import short_reason
 from mxep.bench.registry import Case, Figure, Rounds, Setting
-from mxep.bench.timing import Arm, Stage, host_facts, run_arm
+from mxep.bench.timing import Arm, Stage, host_facts_of, run_arm
 from mxep.bench.transformers import MODELS, registered
 
 BASELINE = "grouped_mm"
@@ -214,7 +214,7 @@ class StepProblem:
                 torch.cuda.reset_peak_memory_stats(device)
                 run_arm(stages)
                 found["peak_gib"][arm] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-        found |= host_facts({arm: partial(run_arm, stages) for arm, stages in self.timed.items()}, device, _HOST_BATCH)
+        found |= host_facts_of(self.timed, device, _HOST_BATCH)
         return found | {"agreement": self.agreement, "left_out": self.left_out}
 
     def case(self) -> Case:
