@@ -232,19 +232,16 @@ class PeersProblem:
         want = true_experts(self.x, self.choices, self.scores, self.w1.detach(), self.w2.detach(), self.dy)
         for arm in list(self.experts):
             try:
-                errors = {name: self._errors(name, want[name], value) for name, value in self.results(arm).items()}
+                self.errors[arm] = {name: self._errors(name, want[name], value) for name, value in self.results(arm).items()}
+                problem = error_problem(arm, self.errors[arm])
             except Exception as error:
                 if arm not in PEERS:
                     raise
-                self._leave_out(arm, short_reason(error))
-                continue
-            problem = error_problem(arm, errors)
+                problem = short_reason(error)
             if problem and arm not in PEERS:
                 return problem
             if problem:
                 self._leave_out(arm, problem)
-            else:
-                self.errors[arm] = errors
         for arm in _GRAPHED if self.few else ():
             errors = {name: self._errors(name, want[name], value) for name, value in self._graph_results(arm).items()}
             if problem := error_problem(arm, errors):
@@ -261,6 +258,7 @@ class PeersProblem:
 
     def _leave_out(self, arm: str, why: str) -> None:
         self.left_out[arm] = why
+        self.errors.pop(arm, None)
         del self.experts[arm], self.timed[arm], self.arms[arm]
 
     def after(self) -> dict[str, Any]:
