@@ -36,46 +36,43 @@ class Benchmark:
 
     Attributes:
         cases: "module:function" below `mxep.bench`; the function takes a `Setting` and yields `Case`s.
-        what: one line for `mxep bench --help`.
         rounds: how often each arm runs, unless the case has its own.
+        what: one line for `mxep bench --help`.
         distributed: it runs on several ranks.
     """
 
     cases: str
-    what: str
     rounds: Rounds
+    what: str
     distributed: bool = False
 
 
-BENCHMARKS: dict[str, Benchmark] = {  # by the name on the command line
-    name: Benchmark(cases, what, rounds, distributed)
-    for name, cases, rounds, distributed, what in (
-        ("quantize", "memory_bound:quantize_cases", _MEMORY_BOUND, False,
-         "quantise and dequantise, against a device copy of as many bytes"),
-        ("rows", "memory_bound:rows_cases", _MEMORY_BOUND, False,
-         "gather, scatter and rebase rows, against a device copy of as many bytes"),
-        ("swiglu", "memory_bound:swiglu_cases", _MEMORY_BOUND, False,
-         "activation + quantise, forward and backward, against a device copy of as many bytes"),
-        ("optimizer", "optimizer_step:cases", _MEMORY_BOUND, False,
-         "AdamW's step and torchao's low-memory ones, against a device copy of as many bytes"),
-        ("grouped-mm", "grouped_mm:cases", _GEMMS, False, "grouped GEMM: forward, dgrad and wgrad, against torch in bf16 and dense FP8"),
-        ("experts", "experts:cases", _GEMMS, False, "the experts' FFN, forward and backward, against torch in bf16"),
-        ("peers", "peers:cases", _GEMMS, False,
-         "experts of one GPU from given choices, against torch eager and compiled and what package indexes offer"),
-        ("linears", "dense_linears:cases", _GEMMS, False, "dense linear layers, forward and backward, against torch.nn.Linear in bf16"),
-        ("transformers", "transformers:cases", _GEMMS, False,
-         "experts of Hugging Face models through the adapter, against transformers in bf16"),
-        ("transformers-step", "transformers_step:cases", _GEMMS, False,
-         "a training step of a Hugging Face model, by one call of ours and in bf16 as its users run it"),
-        ("finetune", "finetune:cases", _GEMMS, False,
-         "fine-tuning of a whole Hugging Face model on one GPU: LoRA on a base in MXFP8 and in bf16, and all parameters"),
-        ("transformers-ep", "transformers:ep_cases", _SYNC_FREE, True,
-         "experts of Hugging Face models under expert parallelism, against transformers' own exchange in bf16"),
-        ("accuracy", "accuracy:cases", _EXCHANGES, True, "dB of the five blocks in MXFP8, against the same in bf16; nothing is timed"),
-        ("a2a", "a2a:cases", _EXCHANGES, True, "all-to-all with rows as MXFP8, against bf16 over NCCL"),
-        ("layer", "layer:cases", _LAYERS, True, "the whole MoE layer, router to output, against bf16 over NCCL"),
-        ("pipeline", "pipeline:cases", _PIPELINES, True, "dispatch to combine, forward and backward, against bf16 over NCCL"),
-    )
+BENCHMARKS = {  # by the name on the command line
+    "quantize": Benchmark("memory_bound:quantize_cases", _MEMORY_BOUND, "quantise and dequantise, against a device copy of as many bytes"),
+    "rows": Benchmark("memory_bound:rows_cases", _MEMORY_BOUND, "gather, scatter and rebase rows, against a device copy of as many bytes"),
+    "swiglu": Benchmark("memory_bound:swiglu_cases", _MEMORY_BOUND,
+        "activation + quantise, forward and backward, against a device copy of as many bytes"),
+    "optimizer": Benchmark("optimizer_step:cases", _MEMORY_BOUND,
+        "AdamW's step and torchao's low-memory ones, against a device copy of as many bytes"),
+    "grouped-mm": Benchmark("grouped_mm:cases", _GEMMS, "grouped GEMM: forward, dgrad and wgrad, against torch in bf16 and dense FP8"),
+    "experts": Benchmark("experts:cases", _GEMMS, "the experts' FFN, forward and backward, against torch in bf16"),
+    "peers": Benchmark("peers:cases", _GEMMS,
+        "experts of one GPU from given choices, against torch eager and compiled and what package indexes offer"),
+    "linears": Benchmark("dense_linears:cases", _GEMMS, "dense linear layers, forward and backward, against torch.nn.Linear in bf16"),
+    "transformers": Benchmark("transformers:cases", _GEMMS,
+        "experts of Hugging Face models through the adapter, against transformers in bf16"),
+    "transformers-step": Benchmark("transformers_step:cases", _GEMMS,
+        "a training step of a Hugging Face model, by one call of ours and in bf16 as its users run it"),
+    "finetune": Benchmark("finetune:cases", _GEMMS,
+        "fine-tuning of a whole Hugging Face model on one GPU: LoRA on a base in MXFP8 and in bf16, and all parameters"),
+    "transformers-ep": Benchmark("transformers:ep_cases", _SYNC_FREE,
+        "experts of Hugging Face models under expert parallelism, against transformers' own exchange in bf16", distributed=True),
+    "accuracy": Benchmark("accuracy:cases", _EXCHANGES,
+        "dB of the five blocks in MXFP8, against the same in bf16; nothing is timed", distributed=True),
+    "a2a": Benchmark("a2a:cases", _EXCHANGES, "all-to-all with rows as MXFP8, against bf16 over NCCL", distributed=True),
+    "layer": Benchmark("layer:cases", _LAYERS, "the whole MoE layer, router to output, against bf16 over NCCL", distributed=True),
+    "pipeline": Benchmark("pipeline:cases", _PIPELINES,
+        "dispatch to combine, forward and backward, against bf16 over NCCL", distributed=True),
 }  # fmt: skip
 
 
