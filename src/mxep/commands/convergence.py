@@ -29,7 +29,6 @@ from types import FrameType
 from typing import Any
 
 from mxep.bench.records import device_name, origin, write_beside
-from mxep.models.presets import DecoderConfig
 from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import TrainConfig, split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
@@ -127,10 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace) -> ComparisonPlan:
     """The plan from the command line, or with --resume from the folder. Raises ValueError for invalid options."""
-    for name in ("seeds", "at_once", "seconds"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
+    check_positive(options, ("seeds", "at_once", "seconds"))
     path = options.out / PLAN_FILE
     if options.resume:
         return _kept_plan(path, options)
@@ -155,6 +151,20 @@ def _plan(options: argparse.Namespace) -> ComparisonPlan:
     except OSError as error:
         raise ValueError(f"--out: {path} cannot be written: {error.strerror}; choose another --out") from error
     return plan
+
+
+def check_positive(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raise ValueError for an option of these that is given and not above 0."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
+
+
+def check_eval_every(every: int, steps: int) -> None:
+    """Raise ValueError if the last tenth of so many steps may have no evaluation."""
+    if every > (most := max(steps // 10, 1)):
+        raise ValueError(f"--eval-every={every} of {steps} steps, want an evaluation in the last tenth: {most} or less")
 
 
 def _arms(given: Sequence[str]) -> dict[str, str]:
@@ -227,8 +237,7 @@ def train_options(given: Sequence[str], out: Path) -> list[str]:
     settings = _resolved(config)
     steps = settings.steps
     every = config.eval_every or max(steps // _EVALUATIONS, 1)
-    if every > max(steps // 10, 1):
-        raise ValueError(f"--eval-every={every} of {steps} steps, want an evaluation in the last tenth: {max(steps // 10, 1)} or less")
+    check_eval_every(every, steps)
     data = [] if config.data else ["--data", str(out / CORPUS_FILE)]
     defaults = {
         "eval_tokens": ("--eval-tokens", str(max(98304, settings.seq_len))),
@@ -265,10 +274,8 @@ def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | 
 
     pool = RunPool(waiting, train, at_once, deadline, say)
     say(f"{len(runs)} runs of {resolved.steps} steps, {len(waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
-    failed = pool.run(lambda: _progress(runs))
-    for run, status in failed:
-        print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
-    if failed:
+    if pool.run(lambda: _progress(runs)):
+        pool.print_failures(PROGRAM)
         return 1
     if any(run.step < resolved.steps for run in runs):
         say(_progress(runs))
@@ -308,7 +315,7 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
     record: dict[str, Any] = {
         "benchmark": "convergence",
         "device": device_name(torch.device(start["device"])),
-        **setting_of(start, resolved, resolved.shape),
+        **setting_of(start, resolved),
         "seeds": plan.seeds,
         **summarize(by_recipe, resolved.steps),
         **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *given])),
@@ -394,6 +401,11 @@ class RunPool:
                 os.close(kept_open)
         return self.failed
 
+    def print_failures(self, program: str) -> None:
+        """The end of each failed run's output, on stderr."""
+        for run, status in self.failed:
+            print(f"{program}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
+
     def _start(self, run: SeedRun, guard: int) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         with (run.folder / LOG_FILE).open("ab") as log:
@@ -438,10 +450,10 @@ class RunPool:
         self._stop(signal.Signals(number).name)
 
 
-def log_tail(run: SeedRun, lines: int = 15) -> str:
-    """The last lines of a run's output."""
+def log_tail(run: SeedRun) -> str:
+    """The last 15 lines of a run's output."""
     path = run.folder / LOG_FILE
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-15:]) if path.exists() else ""
 
 
 def tail_mean(records: Metrics, kind: str, steps: int) -> float:
@@ -546,9 +558,9 @@ def missing_for_verdict(baseline: Mapping[str, Any], steps: int) -> list[str]:
     return missing
 
 
-def setting_of(start: Mapping[str, Any], resolved: ResolvedConfig, shape: DecoderConfig) -> dict[str, Any]:
+def setting_of(start: Mapping[str, Any], resolved: ResolvedConfig) -> dict[str, Any]:
     """What was trained, for the record: shape, model, data, schedule. `start`: a run's first record."""
-    options = start["settings"]
+    options, shape = start["settings"], resolved.shape
     tokens = resolved.batch * resolved.seq_len * options["accumulate"]
     tokenizer = start["data"]["tokenizer"]
     return {

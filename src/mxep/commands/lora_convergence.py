@@ -15,11 +15,9 @@ import argparse
 import json
 import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.bench.records import device_name, origin, write_records
-from mxep.commands.convergence import RunPool, SeedRun, arm_of, log_tail, missing_for_verdict, say, without_folder
+from mxep.commands.convergence import RunPool, SeedRun, arm_of, check_eval_every, check_positive, missing_for_verdict, say, without_folder
 from mxep.device import device_type_of, resolve_gemm_path
 from mxep.models.loss import IGNORE
 from mxep.recipe import Recipe
@@ -51,28 +49,24 @@ def command(argv: Sequence[str]) -> int:
     options = _parse(argv)
     deadline = None if options.seconds is None else started + options.seconds
     device = torch.device(device_type_of(options.device))
-    runs = [SeedRun(arm, seed, options.out / f"{arm}-seed{seed}", ()) for seed in range(options.seeds) for arm in ARMS]
+    runs = _runs(options)
     waiting = [run for run in runs if options.only in (None, run.name) and _step_of(run) < options.steps]
     at_once = min(options.at_once or (len(waiting) if device.type == "cuda" else 1), len(waiting))
     corpus = load_corpus(options.data, ByteTokenizer(), report=say)
     _check_text(options.out / PLAN_FILE, corpus.fingerprint)
     if at_once > 1:
         pool = RunPool(waiting, lambda run: ["lora-convergence", *argv, "--only", run.name], at_once, deadline, say)
-        for run, status in pool.run(lambda: f"steps at the newest states: {', '.join(f'{run.name} {_step_of(run)}' for run in runs)}"):
-            print(f"{PROGRAM}: {run.name} ended with status {status}:\n{log_tail(run)}", file=sys.stderr)
-        if pool.failed:
+        if pool.run(lambda: f"steps at the newest states: {', '.join(f'{run.name} {_step_of(run)}' for run in runs)}"):
+            pool.print_failures(PROGRAM)
             return 1
     elif waiting:
         held_out = held_out_batches(corpus.held_out, options.seq_len, options.batch, options.eval_tokens)
         stops: list[int] = []
 
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            stops.append(number)
-
         def asked_to_stop() -> bool:
             return bool(stops) or (deadline is not None and time.monotonic() > deadline)
 
-        with stop_signals(on_signal):
+        with stop_signals(lambda number, frame: stops.append(number)):
             watch_starter()
             for run in waiting:
                 sequences = TrainingSequences(corpus.train, options.seq_len, options.batch, seed=run.seed)
@@ -95,6 +89,11 @@ def command(argv: Sequence[str]) -> int:
     records = {arm: [_read_state(run)["records"] for run in runs if run.recipe == arm] for arm in ARMS}
     _finish(records, options, device, data)
     return 0
+
+
+def _runs(options: argparse.Namespace) -> list[SeedRun]:
+    """Every run, seed by seed."""
+    return [SeedRun(arm, seed, options.out / f"{arm}-seed{seed}", ()) for seed in range(options.seeds) for arm in ARMS]
 
 
 def _check_text(path: Path, fingerprint: str) -> None:
@@ -138,15 +137,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=None, help="runs at the same time (default: all on a GPU, one on a CPU)")
     parser.add_argument("--only", default=None, metavar="RUN", help="train this run alone, as in lora_mx-seed0, without a verdict")
     options = parser.parse_args(list(argv))
-    for name in _POSITIVE:
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
-    if options.eval_every > (most := max(options.steps // 10, 1)):
-        raise ValueError(
-            f"--eval-every={options.eval_every} of {options.steps} steps, want an evaluation in the last tenth: {most} or less"
-        )
-    names = [f"{arm}-seed{seed}" for seed in range(options.seeds) for arm in ARMS]
+    check_positive(options, _POSITIVE)
+    check_eval_every(options.eval_every, options.steps)
+    names = [run.name for run in _runs(options)]
     if options.only not in (None, *names):
         raise ValueError(f"--only={options.only}, want one of {', '.join(names)}")
     if options.data is None:
