@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mxep.bench.accuracy import gradients
-from mxep.bench.experts import dense_products
+from mxep.bench.experts import dense_arms
 from mxep.bench.peers import relative_errors
 from mxep.bench.records import Record, median_ms
 from mxep.bench.registry import Case, Figure, Setting
@@ -97,13 +97,8 @@ class LinearProblem:
 
     def limits(self) -> dict[str, Arm]:
         """Dense products of the same sizes."""
-        T, K, N, device = self.T, self.K, self.N, self.setting.device
-        dgrad, wgrad = [(T, N, K)], [(N, T, K)]
-        forward = dense_products([(T, K, N)], [], 0, device)
-        return {
-            "dense_fp8": {"forward": forward, "backward": dense_products(dgrad + wgrad, [], 0, device)},
-            "dense_hp_wgrad": {"forward": forward, "backward": dense_products(dgrad, wgrad, 0, device)},
-        }
+        T, K, N = self.T, self.K, self.N
+        return dense_arms(self.setting.device, [(T, K, N)], [(T, N, K)], [(N, T, K)])
 
     def results(self, arm: str) -> dict[str, Tensor]:
         run_arm(self.stages(arm))

@@ -48,6 +48,7 @@ _OURS = {  # arm -> (recipe, fused, weights kept)
     "fused_mx_uncached": ("mxfp8_wgrad_with_mx", True, False),
 }
 _RESULTS = ("y", "dx", "dw1", "dw2", "dw3")
+Products = Sequence[tuple[int, int, int]]  # rows, inner, columns of each
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -126,7 +127,8 @@ class ExpertsProblem:
     def limits(self) -> dict[str, Arm]:
         """Dense products of the same sizes and a copy of SwiGLU's bytes."""
         rows = self.T * self.H
-        return dense_ffn(self.T, self.D, self.H, 2 * self.H, self.L, self.setting.device, (rows * 5, rows * 9, rows * 14))
+        products = ffn_products(self.T, self.D, self.H, 2 * self.H, self.L)
+        return dense_arms(self.setting.device, *products, (rows * 5, rows * 9, rows * 14))
 
 
 def saved_bytes(stages: Arm, weights: Sequence[Tensor]) -> int:
@@ -144,30 +146,35 @@ def saved_bytes(stages: Arm, weights: Sequence[Tensor]) -> int:
     return sum(kept.values())
 
 
-def dense_ffn(
-    rows: int, D: int, H: int, first_width: int, L: int, device: torch.device, moved_bytes: tuple[int, int, int] = (0, 0, 0)
-) -> dict[str, Arm]:
-    """The products of an FFN's forward and backward as dense GEMMs: all of them in FP8, and with a wgrad in bf16.
+def ffn_products(rows: int, D: int, H: int, first_width: int, L: int) -> tuple[Products, Products, Products]:
+    """Products of an FFN's forward, dgrad and wgrad.
 
     Args:
         rows: of all L experts.
         D, H, first_width: width of a row, of the activation, and of the first product.
-        moved_bytes: copied after forward, backward, and backward with a wgrad in bf16.
     """
     inner = round_up(rows // L, MX_BLOCK)  # few tokens, too, are multiplied as whole MX blocks
     wgrad = [(L * first_width, inner, D), (L * D, inner, H)]
-    dgrad = [(rows, D, H), (rows, first_width, D)]
-    forward = dense_products([(rows, D, first_width), (rows, H, D)], [], moved_bytes[0], device)
+    return [(rows, D, first_width), (rows, H, D)], [(rows, D, H), (rows, first_width, D)], wgrad
+
+
+def dense_arms(
+    device: torch.device, forward: Products, dgrad: Products, wgrad: Products, moved_bytes: tuple[int, int, int] = (0, 0, 0)
+) -> dict[str, Arm]:
+    """Dense GEMMs of forward and backward: all of them in FP8, and with a wgrad in bf16.
+
+    Args:
+        moved_bytes: copied after forward, backward, and backward with a wgrad in bf16.
+    """
+    first = dense_products(device, forward, moved_bytes=moved_bytes[0])
     return {
-        "dense_fp8": {"forward": forward, "backward": dense_products(dgrad + wgrad, [], moved_bytes[1], device)},
-        "dense_hp_wgrad": {"forward": forward, "backward": dense_products(dgrad, wgrad, moved_bytes[2], device)},
+        "dense_fp8": {"forward": first, "backward": dense_products(device, [*dgrad, *wgrad], moved_bytes=moved_bytes[1])},
+        "dense_hp_wgrad": {"forward": first, "backward": dense_products(device, dgrad, wgrad, moved_bytes[2])},
     }
 
 
-def dense_products(
-    in_fp8: list[tuple[int, int, int]], in_bf16: list[tuple[int, int, int]], moved_bytes: int, device: torch.device
-) -> Callable[[], None]:
-    """Products (rows, inner) x (columns, inner) of the sizes (rows, inner, columns), then a copy of `moved_bytes`, read and written."""
+def dense_products(device: torch.device, in_fp8: Products = (), in_bf16: Products = (), moved_bytes: int = 0) -> Callable[[], None]:
+    """Products (rows, inner) x (columns, inner), then a copy of `moved_bytes`, read and written."""
     works = [dense_fp8(*(random_fp8(size, inner, device) for size in (rows, columns))) for rows, inner, columns in in_fp8]
     works += [_dense_bf16(*sizes, device) for sizes in in_bf16]
     works += [copy_of(moved_bytes // 2, device)] if moved_bytes else []

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mxep.bench.accuracy import gradients
 from mxep.bench.baselines import zipf_places
-from mxep.bench.experts import dense_ffn, dense_products, saved_bytes
+from mxep.bench.experts import dense_arms, dense_products, ffn_products, saved_bytes
 from mxep.bench.peer_arms import FP8_PEERS, PEERS, Experts, load_peers, short_reason
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import Arm, captured, host_facts_of, run_arm
@@ -40,7 +40,7 @@ from mxep.moe.expert_mlp import ExpertWeights
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import resolve_recipe
-from mxep.shapes import MX_BLOCK, round_up
+from mxep.shapes import MX_BLOCK
 
 
 class Shape(NamedTuple):
@@ -280,11 +280,10 @@ class PeersProblem:
         """Dense products of the same sizes."""
         T, D, H, E, C = self.shape
         rows, device = T * C, self.setting.device
-        forward = [(rows, D, 2 * H), (rows, H, D)]
-        inner = round_up(rows // E, MX_BLOCK)  # few tokens, too, are multiplied as whole blocks
-        backward = [(rows, D, H), (rows, 2 * H, D), (E * 2 * H, inner, D), (E * D, inner, H)]
-        in_bf16 = {name: dense_products([], sizes, 0, device) for name, sizes in (("forward", forward), ("backward", backward))}
-        return dense_ffn(rows, D, H, 2 * H, E, device) | {"dense_bf16": in_bf16}
+        forward, dgrad, wgrad = ffn_products(rows, D, H, 2 * H, E)
+        stages = {"forward": forward, "backward": [*dgrad, *wgrad]}
+        in_bf16 = {stage: dense_products(device, in_bf16=sizes) for stage, sizes in stages.items()}
+        return dense_arms(device, forward, dgrad, wgrad) | {"dense_bf16": in_bf16}
 
     def case(self) -> Case:
         figures = partial(compute_figures, targets=_TARGETS.get(self.name, {}) if self.routing == "random" else {})

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mxep.bench.accuracy import db_problem, sqnr_db
-from mxep.bench.experts import dense_ffn
+from mxep.bench.experts import dense_arms, ffn_products
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
 from mxep.bench.timing import Arm, run_arm
 from mxep.comm import transport_of
@@ -150,9 +150,8 @@ class AdapterProblem:
 
     def arms(self) -> dict[str, Arm]:
         """Every arm, and dense products of a rank's share of the rows: all of them in FP8, and with a wgrad in bf16."""
-        first_width = MODELS[self.name].parts * self.H
-        arms = {arm: self.stages(arm) for arm in (self.baseline, *OURS)}
-        return arms | dense_ffn(self.T * self.C, self.D, self.H, first_width, self.L, self.setting.device)
+        products = ffn_products(self.T * self.C, self.D, self.H, MODELS[self.name].parts * self.H, self.L)
+        return {arm: self.stages(arm) for arm in (self.baseline, *OURS)} | dense_arms(self.setting.device, *products)
 
     def case(self) -> Case:
         version: Any = importlib.import_module("transformers").__version__

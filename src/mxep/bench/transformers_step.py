@@ -197,7 +197,7 @@ class StepProblem:
 
         def run() -> None:
             if not self.of_limit:  # made at the first run, and dropped before memory is measured: operands of 7 GiB
-                self.of_limit = [dense_products(part, [], 0, self.setting.device) for part in (products[:-3], products[-3:])]
+                self.of_limit = [dense_products(self.setting.device, part) for part in (products[:-3], products[-3:])]
             in_layer, in_head = self.of_limit
             for _ in range(self.layers):
                 in_layer()
