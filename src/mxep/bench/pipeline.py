@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from mxep.bench.accuracy import LEAST_DB, db_problem, five_blocks, gradients, sq
 from mxep.bench.baselines import copy_of, counts_of, dense_fp8, random_bytes, random_fp8
 from mxep.bench.ranks import symmetric_group
 from mxep.bench.registry import Case, Figure, Setting, speed_ups
-from mxep.bench.timing import Mark, Timing, barrier, between_ms, hold, mark, max_over_ranks, synchronize, use_expandable_segments
+from mxep.bench.timing import Arm, Mark, Timing, barrier, between_ms, hold, mark, max_over_ranks, synchronize, use_expandable_segments
 from mxep.ep.ep_grouped_mm_collective import ep_grouped_mm
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -56,7 +56,7 @@ class _CachedParameter(torch.nn.Module):
         self.kept = CachedWeight(WeightCache(), self, "weight")
 
 
-class Limit:
+def limit(plan: ExchangePlan, device: torch.device, D: int, N: int) -> Arm:
     """The five stages if each moves its bytes and multiplies at this machine's own rates.
 
     Exchanges: packed records of D and N, and rows of D and N in bf16.  GEMMs: dense `torch._scaled_mm` over this rank's rows.  Further
@@ -65,42 +65,37 @@ class Limit:
 
     Its memory is allocated in its first run, when the arms have been checked.
     """
+    made = cache(partial(_work_of_limit, plan, device, D, N))
 
-    def __init__(self, plan: ExchangePlan, device: torch.device, D: int, N: int) -> None:
-        self.of = plan, device, D, N
-        self.work: dict[str, list[Callable[[], object]]] = {}
-
-    def _prepare(self, plan: ExchangePlan, device: torch.device, D: int, N: int) -> dict[str, list[Callable[[], object]]]:
-        """The exchanges, products and copies of each stage."""
-        T, R = sum(plan.input_splits), sum(plan.output_splits)
-        there = (plan.output_splits, plan.input_splits, plan.group_name)
-        back = (plan.input_splits, plan.output_splits, plan.group_name)
-        rows = partial(random_bytes, device=device)
-        sent = {
-            "forward": [(rows(T, record_bytes(D)), *there), (rows(R, 2 * N), *back)] if plan.group_name else [],
-            "backward": [(rows(T, record_bytes(N)), *there), (rows(R, 2 * D), *back)] if plan.group_name else [],
-        }
-        mx = 1 + 1 / MX_BLOCK  # bytes of a value
-        forward = T * D * (2 + mx) + R * D * 2 * mx + R * N * 4
-        backward = T * N * (2 + mx) + R * N * 2 * mx + R * D * 4 + R * (D + N) * (mx + 1)
-        copies = {"forward": copy_of(round(forward / 2), device), "backward": copy_of(round(backward / 2), device)}
-        R = max(R // MX_BLOCK * MX_BLOCK, MX_BLOCK)
-        x, g, w = (random_fp8(*shape, device) for shape in ((R, D), (R, N), (N, D)))
-        x_t, g_t, w_t = (value.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn) for value in (x, g, w))
-        products = {"forward": [dense_fp8(x, w)], "backward": [dense_fp8(g, w_t), dense_fp8(g_t, x_t)]}
-        return {
-            stage: [*(partial(torch.ops.mxep.exchange_rows, *exchange) for exchange in sent[stage]), *products[stage], copies[stage]]
-            for stage in sent
-        }
-
-    def stages(self) -> dict[str, Callable[[], object]]:
-        """Forward and backward as they are timed."""
-        return {stage: partial(self.run, stage) for stage in ("forward", "backward")}
-
-    def run(self, stage: str) -> None:
-        self.work = self.work or self._prepare(*self.of)
-        for work in self.work[stage]:
+    def run(stage: str) -> None:
+        for work in made()[stage]:
             work()
+
+    return {stage: partial(run, stage) for stage in ("forward", "backward")}
+
+
+def _work_of_limit(plan: ExchangePlan, device: torch.device, D: int, N: int) -> dict[str, list[Callable[[], object]]]:
+    """The exchanges, products and copies of each stage."""
+    T, R = sum(plan.input_splits), sum(plan.output_splits)
+    there = (plan.output_splits, plan.input_splits, plan.group_name)
+    back = (plan.input_splits, plan.output_splits, plan.group_name)
+    rows = partial(random_bytes, device=device)
+    sent = {
+        "forward": [(rows(T, record_bytes(D)), *there), (rows(R, 2 * N), *back)] if plan.group_name else [],
+        "backward": [(rows(T, record_bytes(N)), *there), (rows(R, 2 * D), *back)] if plan.group_name else [],
+    }
+    mx = 1 + 1 / MX_BLOCK  # bytes of a value
+    forward = T * D * (2 + mx) + R * D * 2 * mx + R * N * 4
+    backward = T * N * (2 + mx) + R * N * 2 * mx + R * D * 4 + R * (D + N) * (mx + 1)
+    copies = {"forward": copy_of(round(forward / 2), device), "backward": copy_of(round(backward / 2), device)}
+    R = max(R // MX_BLOCK * MX_BLOCK, MX_BLOCK)
+    x, g, w = (random_fp8(*shape, device) for shape in ((R, D), (R, N), (N, D)))
+    x_t, g_t, w_t = (value.view(torch.uint8).t().contiguous().view(torch.float8_e4m3fn) for value in (x, g, w))
+    products = {"forward": [dense_fp8(x, w)], "backward": [dense_fp8(g, w_t), dense_fp8(g_t, x_t)]}
+    return {
+        stage: [*(partial(torch.ops.mxep.exchange_rows, *exchange) for exchange in sent[stage]), *products[stage], copies[stage]]
+        for stage in sent
+    }
 
 
 class PipelineProblem:
@@ -216,7 +211,7 @@ def cases(setting: Setting) -> Iterator[Case]:
             yield Case(
                 f"{T} rows a rank, D {D}, N {N}, {L} experts a rank, {routing}",
                 {"T": T, "D": D, "N": N, "L": L},
-                {**{arm: pipeline.stages(arm) for arm in pipeline.plans}, "limit": Limit(pipeline.plan, setting.device, D, N).stages()},
+                {**{arm: pipeline.stages(arm) for arm in pipeline.plans}, "limit": limit(pipeline.plan, setting.device, D, N)},
                 pipeline.check,
                 partial(compute_figures, D=D, N=N, routing=routing),
                 {"routing": routing, "mxfp8_over": "symmetric" if shared else "collective"},
