@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mxep.bench.accuracy import sqnr_db
 from mxep.bench.random_models import fill, model_through_mxfp4, random_model
 from mxep.bench.timing import synchronize, use_expandable_segments
-from mxep.bench.training import trace_of
+from mxep.bench.training import GPU_WORK, trace_of
 from mxep.bench.transformers_step import model_config
 from mxep.mx.weight import MXWeight
 from mxep.train.adamw import AdamW
@@ -310,7 +310,7 @@ def slowest_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     found = Counter[str]()
     for event in events:
-        if event["ph"] == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if event["ph"] == "X" and event.get("cat") in GPU_WORK:
             found[event["name"][:_NAME_LENGTH]] += event["dur"] / 1e3
     return {name: round(ms, 2) for name, ms in [("all", found.total()), *found.most_common(_SHOWN_KERNELS)]}
 

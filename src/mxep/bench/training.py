@@ -326,7 +326,7 @@ def compared(record: dict[str, Any]) -> list[Any]:
     return [record["model"], record["routing"], record["options"], [*record["arms"]]]
 
 
-_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
 PARTS: dict[str, re.Pattern[str]] = {  # the first match is a kernel's part; of parts that run at once the first counts
     "expert GEMMs": re.compile(r"fp8_grouped_mm|fp8_wgrad|grouped_mm|grouped_wgrad|GroupProblemShape|gemm_grouped", re.IGNORECASE),
     "attention": re.compile(r"flash|fmha|sdpa|attention|cudnn", re.IGNORECASE),
@@ -370,7 +370,7 @@ def exposed_ms(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     >>> exposed_ms([passed, sent, gemm, back])
     (0.03, 0.01)
     """
-    spans = sorted((event["ts"], event["ts"] + event["dur"], part_of(event["name"])) for event in events if event.get("cat") in _KINDS)
+    spans = sorted((event["ts"], event["ts"] + event["dur"], part_of(event["name"])) for event in events if event.get("cat") in GPU_WORK)
     first = next((start for start, _, part in spans if part == "expert GEMMs"), None)
     if first is None:
         return 0.0, 0.0
@@ -397,7 +397,7 @@ def step_parts(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     Args:
         events: `traceEvents` of a chrome trace; times are in microseconds.
     """
-    spans = [(event["ts"], event["ts"] + event["dur"], part_of(event["name"])) for event in events if event.get("cat") in _KINDS]
+    spans = [(event["ts"], event["ts"] + event["dur"], part_of(event["name"])) for event in events if event.get("cat") in GPU_WORK]
     if not spans:
         return {}
     names = [*PARTS, IDLE]
