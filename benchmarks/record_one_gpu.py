@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,18 +108,17 @@ def run_parts(parts: Mapping[str, float], gpus: Sequence[str], seconds: float, f
         while (part := take()) is not None:
             left = min(parts[part], end - time.monotonic())
             print(f"{part:20} on GPU {gpu}, at most {max(left, 0):.0f} s", flush=True)
-            found = Ended(part, None, 0.0, "no time left") if left <= 0 else run_part(part, commands[part], gpu, left, folder)
-            with changed:
-                busy.remove(record_of(commands[part]))
+            try:
+                found = Ended(part, None, 0.0, "no time left") if left <= 0 else run_part(part, commands[part], gpu, left, folder)
                 ended.append(found)
-                changed.notify_all()
+            finally:
+                with changed:
+                    busy.remove(record_of(commands[part]))
+                    changed.notify_all()
             print(found, flush=True)
 
-    workers = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        list(pool.map(work, gpus))  # raises what a thread raises
     return ended
 
 

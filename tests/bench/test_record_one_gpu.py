@@ -39,6 +39,14 @@ def test_parts_run_on_their_gpu_and_fail_by_name(tmp_path: Path, capsys: pytest.
     assert "no part absent, want some of good, bad" in capsys.readouterr().err
 
 
+def test_a_part_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    """It would otherwise be missing in the summary, with status 0; a part of the same record does not wait for it."""
+    body = python("pass")
+    with pytest.raises(FileNotFoundError, match="log"):
+        main(["--gpus", "0,1", "--logs", str(tmp_path)], {"no/folder": body, "good": body})
+    assert (tmp_path / "good.log").exists()
+
+
 def test_a_limit_ends_a_part_with_its_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     commands = {
