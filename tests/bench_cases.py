@@ -29,6 +29,12 @@ SHAPE_KEYS = {
 }
 
 
+def check_tables(text: str) -> None:
+    """Every row of a Markdown table has as many cells as its header."""
+    for table in text.split("\n\n"):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
 def check_schema(name: str, records: list[dict]) -> None:
     assert records
     for record in records:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tests.bench_cases import CPU, FAST, check_schema
+from tests.bench_cases import CPU, FAST, check_schema, check_tables
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
@@ -44,8 +44,7 @@ def test_one_rank(name: str, tmp_path: Path) -> None:
     assert all(arm in shown for arm in records[0]["arms"])
     assert all(ratio in shown for ratio in records[0]["ratios"])
     assert "microseconds of a call" in shown
-    for table in markdown_tables.TABLES[name.replace("-", "_")](records).split("\n\n"):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
+    check_tables(markdown_tables.TABLES[name.replace("-", "_")](records))
 
 
 def test_grouped_mm_merges_products_and_draws(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.bench_cases import CPU, FAST, check_schema
+from tests.bench_cases import CPU, FAST, check_schema, check_tables
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
@@ -24,7 +24,7 @@ def test_a2a_on_two_ranks() -> None:
     check_schema("a2a", records)
     assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "dispatch_vs_nccl_bf16"}
     page = markdown_tables.a2a_table(records)
-    assert len({line.count("|") for line in page.splitlines()}) == 1
+    check_tables(page)
     assert "256 x 128" in page
     target_met = {"ratios": {**records[0]["ratios"], "home_vs_peer_copy": 0.97}, "limit": {**records[0]["limit"], "home_vs_peer_copy": 1.0}}
     assert "0.97x of 1.00x" in markdown_tables.a2a_table([{**records[0], **target_met}])
@@ -71,8 +71,7 @@ def test_layer_on_two_ranks() -> None:
     exposed = {"mxfp8": {"dispatch": 1.0, "combine": 2.5, "combine's backward": 0.25, "dispatch's backward": 0.0}}
     last = markdown_tables.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
     assert "| mxfp8 | 1.00 ms | 2.50 ms | 0.25 ms | 0.00 ms |" in last
-    for table in markdown_tables.layer_tables(records).split("\n\n"):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
+    check_tables(markdown_tables.layer_tables(records))
 
 
 def test_uneven_loads_of_two_ranks() -> None:
@@ -122,8 +121,7 @@ def test_layer_without_memory_for_all_experts(monkeypatch: pytest.MonkeyPatch) -
     records = registry.run("layer", setting, "", lambda text: None)
     assert not [arm for arm in records[0]["arms"] if arm.startswith(("local", "one_gpu"))]
     assert records[0]["ratios"]["total_vs_nccl_bf16"] > 0
-    for table in markdown_tables.layer_tables(records).split("\n\n"):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
+    check_tables(markdown_tables.layer_tables(records))
 
 
 def test_layer_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,12 @@ import json
 
 import pytest
 import torch
+from tests.bench_cases import CPU, FAST, check_tables
 
 from mxep.bench import experts, markdown_tables, memory_bound, registry
-from mxep.bench.timing import Rounds
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, rebase_rows
 
-CPU = torch.device("cpu")
-SETTING = registry.Setting(CPU, quick=True, rounds=Rounds(count=3, timed=7, warm_ms=0.0))
+SETTING = registry.Setting(CPU, quick=True, rounds=FAST)
 
 
 def records(name: str) -> list[dict]:
@@ -63,9 +62,9 @@ def test_experts() -> None:
         assert saved["fused"] == saved["fused_mx_uncached"] == rows * 4 + mx + shape["L"] * 4
         assert saved["separate"] == rows * 8 + mx + shape["L"] * 4
         assert saved["bf16"] >= rows * 8 + shape["T"] * shape["D"] * 2
-    for table in markdown_tables.experts_table(found).split("\n\n"):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
-        assert len(table.splitlines()) == 2 + len(found)
+    tables = markdown_tables.experts_table(found)
+    check_tables(tables)
+    assert all(len(table.splitlines()) == 2 + len(found) for table in tables.split("\n\n"))
 
 
 def test_weights_of_the_uncached_arms_are_quantised_in_every_call() -> None:
