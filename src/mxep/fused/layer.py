@@ -43,7 +43,7 @@ from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
 from mxep.moe.router import Router, check_router, is_watched
-from mxep.mx.rows import flatten_rows, unflatten_rows
+from mxep.mx.rows import unflatten_rows
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.placements import to_local
 from mxep.recipe import Recipe, resolve_recipe
@@ -117,11 +117,11 @@ def fused_moe(
         x.shape[-1], hidden, num_experts, top_k, score_function=score_function, renormalize=renormalize, route_scale=route_scale,
         activation=activation, router_dtype=router_dtype,
     )  # fmt: skip
-    tokens = flatten_rows(x)
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     group_name = group_name_of(_WHERE, group)
     weights = ExpertWeights(w1, w2, None, b1, b2, None, layout)
     y, *_ = run_layer(_WHERE, tokens, router_weight, weights, router, resolve_recipe(recipe), config, swiglu, group_name)
-    return unflatten_rows(y, x.shape[:-1])
+    return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
 
 
 def fused_experts(
@@ -190,7 +190,7 @@ def fused_experts(
             f"{_GIVEN}: {'b3 without w3' if w3 is None else 'w3'} with layout={layout!r} and activation={activation!r}, want w3, and b3 "
             "with it, only for gate and up that are not concatenated"
         )
-    tokens = flatten_rows(x)
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
     shape = kept_config(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation=activation)
@@ -198,7 +198,7 @@ def fused_experts(
     check_type(_GIVEN, ExpertLora, "lora", lora, "mxep.moe.ExpertLora holds the factors")
     weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora)
     y, *_ = run_layer(_GIVEN, tokens, None, weights, shape, resolve_recipe(recipe), runtime, swiglu, group_name, topk=topk)
-    return unflatten_rows(y, x.shape[:-1])
+    return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
 
 
 class FusedExperts(Experts):

@@ -22,7 +22,7 @@ from mxep.device import is_capturing
 from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, multiply
 from mxep.grouped_mm.products import GemmOptions, adds_lora, gemm_options
 from mxep.mx.compile import in_graph
-from mxep.mx.rows import flatten_rows, unflatten_rows
+from mxep.mx.rows import unflatten_rows
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
@@ -63,6 +63,11 @@ class DenseLora(NamedTuple):
     b: Tensor
     scaling: float = 1.0
     dropped: Tensor | None = None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., K) -> (M, K)."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _scaled_product(x: Tensor, factor: Tensor, scaling: float) -> Tensor:
@@ -111,12 +116,12 @@ class _DenseMM(torch.autograd.Function):
         dropped: Tensor | None = None,
     ) -> Tensor:
         ctx.gemm, ctx.lead, ctx.scaling, ctx.drops = gemm, x.shape[:-1], scaling, dropped is not None
-        rows = flatten_rows(x)
+        rows = _rows(x)
         of_adapter: Sequence[Tensor | None] = (None,) * 4
         lora = None
         if a is not None and b is not None:
             ctx.dtypes = a.dtype, b.dtype
-            adapted, a, b = dequantize_data(rows) if dropped is None else flatten_rows(dropped), a.to(x.dtype), b.to(x.dtype)
+            adapted, a, b = dequantize_data(rows) if dropped is None else _rows(dropped), a.to(x.dtype), b.to(x.dtype)
             lora = _scaled_product(adapted, a.t(), scaling), b.unsqueeze(0)
             of_adapter = a, b, lora[0], adapted if ctx.needs_input_grad[5] else None
         fused, ends = lora is not None and adds_lora(gemm, lora[0].shape[1]), None
@@ -129,13 +134,13 @@ class _DenseMM(torch.autograd.Function):
         if lora is not None and not fused:
             out.addmm_(lora[0], lora[1][0].t())
         ctx.save_for_backward(ends, *of_adapter, *saved)
-        return unflatten_rows(out, x.shape[:-1])
+        return out if x.dim() == 2 else unflatten_rows(out, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         ends, a, b, inner, adapted, *saved = ctx.saved_tensors
         needs_x, needs_w, needs_bias, _, _, *of_adapter = ctx.needs_input_grad
-        d_y, d_a, d_b, d_dropped, d_inner, lora = flatten_rows(grads[0]), None, None, None, None, None
+        d_y, d_a, d_b, d_dropped, d_inner, lora = _rows(grads[0]), None, None, None, None, None
         if a is not None:
             d_y = dequantize_data(d_y).contiguous()
             d_inner = _scaled_product(d_y, b, ctx.scaling)

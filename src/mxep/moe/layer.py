@@ -82,7 +82,7 @@ class MoE(nn.Module):
         self._note(*routed)
         if shared is not None:
             y = y + shared()  #                                              (T, D)
-        return unflatten_rows(y, x.shape[:-1])
+        return y if x.dim() == 2 else unflatten_rows(y, x.shape[:-1])
 
     def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens (T, D) -> outputs of the routed experts (T, D), and counts, shares and z of `Routing`. One host sync, in the plan."""

@@ -1,4 +1,4 @@
-"""Rows (R, D): gathered and scattered by a row map, plain or MX; and those of a layer's inputs and outputs, (..., D)."""
+"""Rows (R, D): gathered and scattered by a row map, plain or MX; and rows as outputs of a layer, (..., D)."""
 
 from __future__ import annotations
 
@@ -32,17 +32,10 @@ def scatter(rows: torch.Tensor, row_map: torch.Tensor, num_rows: int) -> torch.T
     return direct.scatter_rows(rows, row_map, num_rows)
 
 
-def flatten_rows(x: torch.Tensor) -> torch.Tensor:
-    """(..., D) -> (T, D), a view where it can be one; x itself if it is (T, D)."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
 def unflatten_rows(rows: torch.Tensor, lead: torch.Size) -> torch.Tensor:
     """(T, N) -> (*lead, N), the same memory but no view for autograd, as torch's own matmul returns it; `rows` must not be used afterwards.
-
-    It is `rows` itself if it is to have two dimensions.
 
     An in-place operation on a view replaces the view's node in the graph, and with it the hook that FSDP2 put there to gather the module's
     parameters before backward and to reduce their gradients.
     """
-    return rows if len(lead) == 1 else torch.ops.aten._unsafe_view(rows, (*lead, rows.shape[-1]))
+    return torch.ops.aten._unsafe_view(rows, (*lead, rows.shape[-1]))
