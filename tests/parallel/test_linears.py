@@ -162,9 +162,10 @@ def test_the_recipe_of_a_layer_changes_by_name() -> None:
     layer = MXLinear(nn.Linear(64, 64), "mxfp8_gemm")
     layer.recipe = "mxfp8_wgrad_with_mx"
     assert layer.recipe == Recipe.named("mxfp8_wgrad_with_mx")
+    with pytest.raises(ValueError, match="fp7"):
+        layer.recipe = "fp7"
     with pytest.raises(ValueError, match="MXLinear: recipe 'hp' multiplies in high precision"):
-        layer.recipe = "hp"
-    assert layer.recipe == Recipe.named("mxfp8_wgrad_with_mx")
+        MXLinear(nn.Linear(64, 64), "hp")
 
 
 def test_a_cache_refuses_weights_that_count_no_edits() -> None:

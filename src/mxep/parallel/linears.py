@@ -51,7 +51,11 @@ class MXLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, recipe: str | Recipe, fqn: str = "MXLinear") -> None:
         nn.Module.__init__(self)
-        self.fqn, self.recipe = fqn, recipe
+        self.fqn, self.recipe = fqn, recipe  # type: ignore[assignment]
+        if self.recipe.gemm != "mxfp8":
+            raise ValueError(
+                f"{fqn}: recipe {self.recipe.name!r} multiplies in high precision, want one with gemm='mxfp8', or leave it as it is"
+            )
         if "forward" in vars(linear):
             raise ValueError(
                 f"{fqn}: a forward of its own replaces that of {type(linear).__name__} (recomputation, compilation, sharding), "
@@ -64,17 +68,12 @@ class MXLinear(nn.Linear):
 
     @property
     def recipe(self) -> Recipe:
-        """Precision of the products; set it to a `Recipe` or a preset's name with MXFP8 GEMMs."""
+        """Precision of the products; set it to a `Recipe` or a preset's name."""
         return self._recipe
 
     @recipe.setter
     def recipe(self, recipe: str | Recipe) -> None:
-        resolved = resolve_recipe(recipe)
-        if resolved.gemm != "mxfp8":
-            raise ValueError(
-                f"{self.fqn}: recipe {resolved.name!r} multiplies in high precision, want one with gemm='mxfp8', or leave it as it is"
-            )
-        self._recipe = resolved
+        self._recipe = resolve_recipe(recipe)
 
     def check_widths(self) -> None:
         """Raise ValueError unless the weight (N, K), or this rank's shard of it, consists of whole MX blocks both ways."""
@@ -96,7 +95,7 @@ class MXLinear(nn.Linear):
         if kept is not None and torch.compiler.is_compiling():
             kept = None  # a graph would keep the bytes of its first call for ever
         bias = None if self.bias is None else to_local(self.bias)
-        return dense_mm(input, to_local(self.weight), bias, self.recipe, kept, lora)
+        return dense_mm(input, to_local(self.weight), bias, self._recipe, kept, lora)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
