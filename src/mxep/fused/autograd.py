@@ -33,6 +33,7 @@ from mxep.moe.expert_mlp import (
     TENSORS,
     Caches,
     ExpertGemms,
+    ExpertLora,
     ExpertRows,
     ExpertWeights,
     GateUp,
@@ -415,7 +416,8 @@ class _FusedMoE(torch.autograd.Function):
         *tensors, expert_bias, experts, scores, options, caches, grad_enabled, apart = rest
         saves, needs = grad_enabled and any(ctx.needs_input_grad), _needs_grad(ctx, router is not None)
         call = _CallOptions(options, needs, saves, ctx.needs_input_grad[1], torch.is_autocast_enabled(x.device.type), caches)
-        weights = ExpertWeights.of(tensors)
+        w1, w2, w3, b1, b2, b3, *lora = tensors
+        weights = ExpertWeights(w1, w2, w3, b1, b2, b3, lora=ExpertLora(*lora))
         arguments = x, router, weights, expert_bias, experts, scores
         bounds: ChunkBounds | None = None
         dgrad = NO_FORMS

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from mxep.checks import check_tensors, check_type
 from mxep.comm import group_name_of
@@ -211,7 +212,8 @@ class FusedExperts(Experts):
         is recomputed.
         """
         tokens, weights = self.operands(tokens)
-        router, group_name = to_local(layer.router.gate.weight), "" if layer.group is None else layer.group.group_name
+        gate, group_name = layer.router.gate.weight, "" if layer.group is None else layer.group.group_name
+        router = to_local(gate) if isinstance(gate, DTensor) else gate
         return run_layer(  # type: ignore[return-value]  # with a router
             _WHERE, tokens, router, weights, layer.config, self._recipe, layer.runtime, self.swiglu, group_name,
             expert_bias=layer.expert_bias, caches=(self._kept.get("w13"), self._kept.get("w2")), weight_dtype=self.compute_dtype,

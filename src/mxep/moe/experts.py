@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mxep.checks import check_tensors
 from mxep.grouped_mm.bias import add_bias
@@ -125,11 +126,13 @@ class Experts(nn.Module):
     def operands(self, rows: Tensor) -> tuple[Tensor, ExpertWeights]:
         """Rows and this rank's parameters as they are read: rows and biases rounded, weights as they are, since the GEMMs round them."""
 
-        dtype, parameters = self.compute_dtype, (self.w1, self.w2, self.w3, self.b1, self.b2, self.b3)
-        w1, w2, w3, *biases = (None if parameter is None else to_local(parameter) for parameter in parameters)
-        if dtype is not None:
-            rows, *biases = (None if value is None else value.to(dtype) for value in (rows, *biases))  # type: ignore[assignment]
-        return rows, ExpertWeights(w1, w2, w3, *biases)  # type: ignore[arg-type]
+        def read(value: Tensor | None, cast: bool) -> Tensor | None:
+            value = to_local(value) if isinstance(value, DTensor) else value
+            return value if value is None or not cast or dtype is None or value.dtype == dtype else value.to(dtype)
+
+        dtype, weights, biases = self.compute_dtype, (self.w1, self.w2, self.w3), (self.b1, self.b2, self.b3)
+        read_weights, read_biases = [read(weight, False) for weight in weights], [read(bias, True) for bias in biases]
+        return read(rows, True), ExpertWeights(*read_weights, *read_biases)  # type: ignore[arg-type, return-value]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Each expert's rows through its products.
