@@ -127,9 +127,13 @@ class _GradientReturn:
 
     def add_rows(self, d_rows: Tensor, chunk: ExpertRows) -> None:
         """Gradients of the next chunk's rows (P, D)."""
-        earlier = self._reduction.add(d_rows, chunk.token_map, chunk)
+        assert chunk.token_map is not None
         if chunk.last:
+            earlier = None if chunk.chunk is None else self._reduction.finish(d_rows, chunk.token_map, chunk.chunk)
             self.rows = self._dispatcher.dispatch.start_to_tokens(d_rows, self._scaling_mode, earlier)
+        else:
+            assert chunk.chunk is not None
+            self._reduction.add(d_rows, chunk.token_map, chunk.chunk)
 
 
 def _empty_grads(weights: ExpertWeights, gemms: ExpertGemms, needs: NeedsGrad) -> dict[str, Tensor]:
@@ -310,9 +314,12 @@ def _outputs(call: _CallOptions, left: _Dispatched) -> Tensor:
         kept = first if chunk.last and first is not None else gate_up_gemm(rows, weights, gemms, chunk, options.experts)
         out = down_gemm(kept, weights, gemms, chunk, options.experts)  # (P, D)
         del kept
-        earlier = reduction.add(out, chunk.grad_map, chunk)
+        assert chunk.grad_map is not None
         if chunk.last:
+            earlier = None if chunk.chunk is None else reduction.finish(out, chunk.grad_map, chunk.chunk)
             return dispatcher.combine.to_tokens(out, options.scaling_modes.combine, earlier=earlier)
+        assert chunk.chunk is not None
+        reduction.add(out, chunk.grad_map, chunk.chunk)
         del out
     raise AssertionError("there is always a last chunk")
 

@@ -194,27 +194,20 @@ class ChunkedReduction:
         self._exchange = exchange
         self._sums: tuple[Tensor, Tensor | None] | None = None
 
-    def add(self, expert_rows: Tensor, row_map: Tensor | None, chunk: ExpertRows) -> PartialSums | None:
-        """Adds the expert rows (P, D) of the next chunk; those of the last one are left to the exchange.
+    def add(self, expert_rows: Tensor, row_map: Tensor, chunk: Tensor) -> None:
+        """Adds expert rows (P, D) of a chunk that is not the last; `row_map`: the exchange's row of each, `token_map` or `grad_map`."""
+        direct.reduce_rows_chunk(expert_rows, self._exchange.row_slots, row_map, chunk, *self._buffers(expert_rows))
 
-        Args:
-            row_map: (P,) int32, the exchange's row of each, the chunk's `token_map` or `grad_map`.
+    def finish(self, expert_rows: Tensor, row_map: Tensor, chunk: Tensor) -> PartialSums:
+        """The sums of earlier chunks, for the exchange that completes them with the rows of the last chunk."""
+        sums = PartialSums(row_map, chunk, *self._buffers(expert_rows))
+        self._sums = None
+        return sums
 
-        Returns:
-            for the last chunk, the sums of the earlier ones, which the exchange completes with its rows; None for the others, and where
-            there is one chunk.
-        """
-        if chunk.chunk is None:
-            return None
-        assert row_map is not None
+    def _buffers(self, expert_rows: Tensor) -> tuple[Tensor, Tensor | None]:
         if self._sums is None:
             shape = (self._exchange.row_slots.shape[0], expert_rows.shape[1])
             sums = torch.empty(shape, dtype=expert_rows.dtype, device=expert_rows.device)
             carry = torch.empty(shape, dtype=torch.int16, device=expert_rows.device) if expert_rows.dtype == torch.bfloat16 else None
             self._sums = sums, carry
-        earlier = PartialSums(row_map, chunk.chunk, *self._sums)
-        if chunk.last:
-            self._sums = None
-            return earlier
-        direct.reduce_rows_chunk(expert_rows, self._exchange.row_slots, *earlier)
-        return None
+        return self._sums
