@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.bench_cases import CPU, FAST, check_schema, check_tables
+from tests.once import once
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
@@ -55,8 +56,13 @@ def _layer_rank(rank: int, world: int) -> list[dict]:
     return registry.run("layer", setting, "", lambda text: None)
 
 
-def test_layer_on_two_ranks() -> None:
-    records = run_ranks(_layer_rank, 2)[0]
+@pytest.fixture
+def layer_records(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return once(tmp_path_factory, "layer_records", lambda: run_ranks(_layer_rank, 2)[0])
+
+
+def test_layer_on_two_ranks(layer_records: list[dict]) -> None:
+    records = layer_records
     check_schema("layer", records)
     assert [record["routing"] for record in records] == ["balanced", "zipf"]
     for record in records:
@@ -74,9 +80,9 @@ def test_layer_on_two_ranks() -> None:
     check_tables(markdown_tables.layer_tables(records))
 
 
-def test_uneven_loads_of_two_ranks() -> None:
+def test_uneven_loads_of_two_ranks(layer_records: list[dict]) -> None:
     """A rank with 300 of 400 rows works 4 ms, the other one 2: 0.01 ms a row, and of a layer of 10 ms the busiest rank costs 1 ms."""
-    record = {**run_ranks(_layer_rank, 2)[0][1], "device": "h100", "busy_ms": {"mxfp8": [4.0, 2.0]}}
+    record = {**layer_records[1], "device": "h100", "busy_ms": {"mxfp8": [4.0, 2.0]}}
     assert len(record["choices"]) == record["shape"]["E"]
     assert sum(record["choices"]) == record["shape"]["T_global"] * record["shape"]["C"]
     record["choices"] = [200, 50, 25, 25, 60, 20, 10, 10]

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.integrations.titan import PYPROJECT, commands, once, python_with, run_program
+from tests.integrations.titan import PYPROJECT, commands, python_with, run_program
+from tests.once import once
 from tests.pages import PAGES, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.pages import ROOT, blocks
@@ -66,14 +62,3 @@ def run_program(command: list[str], *arguments: str, timeout_s: float) -> str:
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout
-
-
-def once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
-    """What make() returned in the first worker of this test run that asked, kept as JSON: tests of a file may run in several workers."""
-    base = factory.getbasetemp()
-    kept = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"{name}.json"
-    with kept.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
-            kept.write_text(json.dumps(make()))
-        return json.loads(kept.read_text())

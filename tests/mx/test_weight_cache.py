@@ -20,7 +20,7 @@ from mxep.parallel import Meshes, apply_fsdp, build_meshes, cache_quantized_weig
 from mxep.train.optimizer import build_optimizer
 
 MXFP8 = "mxfp8_wgrad_with_hp"
-STEPS = 5
+STEPS = 3
 FORMS = {True: 2 * 2, False: 3 * 2}  # of one layer: w1 with w3 as one operand when fused, and w2; forward and dgrad
 
 
