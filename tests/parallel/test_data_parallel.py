@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -278,6 +279,36 @@ def test_ddp_with_no_sync_equals_one_process() -> None:
 def test_blocks_outside_of_the_model_are_refused() -> None:
     with pytest.raises(ValueError, match="apply_fsdp: blocks of Linear are no modules of the model"):
         apply_fsdp(nn.Sequential(nn.Linear(4, 4)), build_meshes(1, 1, "cpu"), blocks=[nn.Linear(4, 4)])
+
+
+class Tail(nn.Module):
+    """A layer of its own, then one that others have as well."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(8, 8), shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(self.own(x).relu())
+
+
+def shares_a_layer(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Tail(shared := nn.Linear(8, 8)), Tail(shared))
+    meshes, x = build_meshes(world, 1, "cpu"), torch.randn(world, 4, 8)
+    net = copy.deepcopy(plain)
+    with pytest.raises(ValueError, match=r"shared\.weight is in two blocks, Tail and Tail, want it in one.*as a block as well"):
+        apply_fsdp(net, meshes, blocks=list(net))
+    apply_fsdp(net, meshes, blocks=[*net, net[0].shared])
+    net(x[rank]).square().sum().backward()
+    plain(x.flatten(0, 1)).square().sum().backward()
+    want = whole_gradients(dict(plain.named_parameters()))
+    for name, gradient in whole_gradients(dict(net.named_parameters())).items():
+        torch.testing.assert_close(gradient, want[name], msg=name)
+
+
+def test_a_layer_that_two_blocks_share_is_a_block_itself() -> None:
+    run_ranks(shares_a_layer, 2)
 
 
 def test_ddp_refuses_several_ep_groups() -> None:

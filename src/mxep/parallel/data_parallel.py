@@ -57,7 +57,7 @@ def apply_fsdp(
         model.
 
     Raises:
-        ValueError: `blocks` that are no modules of the model.
+        ValueError: `blocks` that are no modules of the model; a parameter in two blocks.
 
     Examples:
         >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
@@ -83,12 +83,17 @@ def apply_fsdp(
     if blocks is None:
         layers = getattr(model, "layers", None)
         blocks = [] if layers is None else layers.values() if isinstance(layers, nn.ModuleDict) else layers
-    order = {module: index for index, module in enumerate(model.modules())}  # parents before children
-    blocks = [*sorted(set(blocks) - {model}, key=lambda block: order.get(block, -1), reverse=True), model]  # inner ones first
+    order = {module: index for index, module in enumerate(model.modules())}  # the same on all ranks
+    inner_first = sorted(set(blocks) - {model}, key=lambda block: (len(list(block.modules())), order.get(block, -1)))
+    blocks = [*inner_first, model]
     if outside := set(blocks).difference(model.modules()):
         got = ", ".join(sorted(type(block).__name__ for block in outside))
         raise ValueError(f"apply_fsdp: blocks of {got} are no modules of the model, want some of model.modules(); pass those that it holds")
     sharded = [module for module in model.modules() if _is_sharded(module)]
+    rounds = param_dtype not in (None, torch.float32)
+    routers = [module for module in model.modules() if rounds and isinstance(module, Router) and module.config.router_dtype == "fp32"]
+    apart = [*routers, *(module for module in sharded if not isinstance(module, nn.Linear))]
+    _check_one_block_each(blocks, {parameter for module in apart for parameter in module.parameters()})
     left_out: set[nn.Parameter] = set()
     if meshes.dp_mod_ep.size() == 1:
         for experts in [module for module in sharded if isinstance(module, Experts) and type(module) in _ROUND_WHAT_THEY_READ]:
@@ -102,8 +107,6 @@ def apply_fsdp(
             shards, shapes = meshes.dp_mod_ep.size() // meshes.degrees.replicate, [p.shape for p in module.parameters()]
             few = shapes[0][0] // meshes.ep.size() < shards and all(len(shape) > 1 and shape[1] % shards == 0 for shape in shapes)
             wrap(module, meshes.dp_mod_ep, shard_placement_fn=(lambda _: Shard(1)) if few else None)
-    rounds = param_dtype not in (None, torch.float32)
-    routers = [module for module in model.modules() if rounds and isinstance(module, Router) and module.config.router_dtype == "fp32"]
     for router in routers:
         wrap(router, meshes.dp, mp_policy=unrounded, reshard_after_forward=False)  # freed, it would be gone before a fused layer reads it
         register_fsdp_forward_method(router, "hold_gate")
@@ -118,10 +121,26 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
+    _count_steps()
     for module in blocks:  # each of them, as somebody may call or evaluate a part of the model alone
         module.register_forward_pre_hook(_free_old_values, prepend=True)  # before those of FSDP, which gather
         module.register_forward_hook(functools.partial(_free_after_evaluation, whole=weakref.ref(model)))
     return model
+
+
+def _check_one_block_each(blocks: Sequence[nn.Module], apart: set[nn.Parameter]) -> None:
+    """Raise ValueError for a parameter in two blocks neither of which holds the other; `apart`: those that no block gathers."""
+    first_with: dict[nn.Parameter, nn.Module] = {}
+    for block in blocks:  # inner ones first
+        inside = set(block.modules())
+        for name, parameter in block.named_parameters():
+            first = first_with.setdefault(parameter, block)
+            if first not in inside and parameter not in apart:
+                kinds = f"{type(first).__name__} and {type(block).__name__}"
+                raise ValueError(
+                    f"apply_fsdp: {name} is in two blocks, {kinds}, want it in one, since FSDP gathers and frees it with that alone; pass "
+                    "the module that has it as a block as well"
+                )
 
 
 _steps = [0]  # of all optimizers
@@ -132,7 +151,10 @@ def _count_step(*_: Any) -> None:
     _steps[0] += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+@functools.cache
+def _count_steps() -> None:
+    """One hook for all optimizers of the process."""
+    register_optimizer_step_post_hook(_count_step)
 
 
 @torch.compiler.disable
