@@ -117,8 +117,10 @@ def run_parts(parts: Mapping[str, float], gpus: Sequence[str], seconds: float, f
                     changed.notify_all()
             print(found, flush=True)
 
-    with ThreadPoolExecutor(len(gpus)) as pool:
-        list(pool.map(work, gpus))  # raises what a thread raises
+    with ThreadPoolExecutor(len(gpus)) as pool:  # `pool.map` would cancel GPUs that have not begun when one fails
+        workers = [pool.submit(work, gpu) for gpu in gpus]
+    for worker in workers:
+        worker.result()  # raises what it has raised
     return ended
 
 
