@@ -172,6 +172,21 @@ RECIPES: dict[str, Recipe] = {
 ALIASES: dict[str, str] = {"bf16": "hp", "float32": "hp", "mxfp8_rceil": "mxfp8", "mxfp8_rceil_wgrad_with_hp": "mxfp8_wgrad_with_hp"}
 
 
+class TakesRecipe:
+    """Base class of modules whose recipe can be set by name."""
+
+    _recipe: Recipe
+
+    @property
+    def recipe(self) -> Recipe:
+        """Precision of the GEMMs; set it to a `Recipe`, a preset's name or None (the default preset)."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: str | Recipe | None) -> None:
+        self._recipe = resolve_recipe(recipe)
+
+
 def resolve_recipe(recipe: str | Recipe | None) -> Recipe:
     """A recipe from a preset's name, an alias, a `Recipe` (returned as it is) or None (the default preset).
 

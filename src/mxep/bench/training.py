@@ -43,7 +43,7 @@ from mxep.models.presets import MODELS, preset_of, resolve_model, train_defaults
 from mxep.private_folders import scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import Runs, plot_comparison
-from mxep.train.config import TrainConfig
+from mxep.train.config import TrainConfig, flag_of
 from mxep.train.metrics import read_metrics
 from mxep.train.option_parser import field_of, read_options, read_toml
 from mxep.train.run_folder import METRICS_FILE
@@ -84,7 +84,7 @@ def options_of(given: Sequence[str]) -> TrainConfig:
     if config.config is not None:
         taken += [f"{name} in {config.config}" for name in read_toml(config.config) if name in _OURS]
     if taken:
-        ours = ", ".join(f"--{name.replace('_', '-')}" for name in _OURS)
+        ours = ", ".join(flag_of(name) for name in _OURS)
         raise ValueError(f"train: {', '.join(taken)}, want options of `mxep train` without {ours}; leave it out")
     steps = LEAST_STEPS if config.steps is None else config.steps
     if steps < LEAST_STEPS:
@@ -117,7 +117,7 @@ def _train(given: Sequence[str], config: TrainConfig, recipe: str, out: Path) ->
     assert last is not None
     own = ["--recipe", recipe, "--out", str(out), "--steps", str(last)]
     if recipe == BASELINE:
-        own += [word for name in _PRECISIONS if getattr(config, name) is not None for word in (f"--{name.replace('_', '-')}", BASELINE)]
+        own += [word for name in _PRECISIONS if getattr(config, name) is not None for word in (flag_of(name), BASELINE)]
     own += ["--profile-step", str(last - PROFILED + 1), "--profile-steps", str(PROFILED)]
     rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
     status = run_child([sys.executable, "-m", "mxep", "train", *given, *own, *rare])

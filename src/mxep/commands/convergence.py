@@ -30,7 +30,7 @@ from typing import Any
 
 from mxep.bench.records import device_name, origin, write_beside
 from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
-from mxep.train.config import TrainConfig, split_names
+from mxep.train.config import TrainConfig, flag_of, split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
 from mxep.train.metrics import last_step, read_metrics
 from mxep.train.option_parser import field_of, read_options, read_toml
@@ -158,7 +158,7 @@ def check_positive(options: argparse.Namespace, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')}={value}, want more than 0")
+            raise ValueError(f"{flag_of(name)}={value}, want more than 0")
 
 
 def check_eval_every(every: int, steps: int) -> None:
@@ -196,7 +196,7 @@ def _check_arm(plan: ComparisonPlan, words: Sequence[str], name: str) -> None:
     _check_needed(config)
     for option in ("tokenizer", "data_field", "chat", "assistant_only_loss"):
         if getattr(config, option) != getattr(shared, option):
-            raise ValueError(f"--arm {name}: --{option.replace('_', '-')} must be the same in all runs; give it after --, or leave it out")
+            raise ValueError(f"--arm {name}: {flag_of(option)} must be the same in all runs; give it after --, or leave it out")
     if _resolved(config).choice != _resolved(shared).choice:
         raise ValueError(f"--arm {name}: another model, which must be the same in all runs; give it after --, or leave it out")
 

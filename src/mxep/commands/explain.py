@@ -18,7 +18,7 @@ from mxep.models.presets import ModelConfig
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes, round_up
-from mxep.train.config import TrainConfig
+from mxep.train.config import TrainConfig, flag_of
 from mxep.train.resolved_config import resolve
 
 _BF16 = 2
@@ -96,7 +96,7 @@ def command(argv: Sequence[str]) -> int:
     for name in ("tokens", "ranks", "gpu_gb"):
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"explain: --{name.replace('_', '-')}={value}, want more than 0 and less than infinity; change it")
+            raise ValueError(f"explain: {flag_of(name)}={value}, want more than 0 and less than infinity; change it")
     shared = {name: value for name, value in vars(config).items() if name in TrainConfig.__dataclass_fields__}
     settings = resolve(TrainConfig(**shared, max_grad_norm=0), "cuda", config.world)  # refuses what `mxep train` refuses
     name, model, recipe = settings.model, settings.choice.shape, resolve_recipe(config.recipe)

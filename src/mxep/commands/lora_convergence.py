@@ -29,6 +29,7 @@ from mxep.commands.convergence import RunPool, SeedRun, arm_of, check_eval_every
 from mxep.device import device_type_of, resolve_gemm_path
 from mxep.models.loss import IGNORE
 from mxep.recipe import Recipe
+from mxep.train.config import flag_of
 from mxep.train.data.loader import Batch, TrainingSequences, held_out_batches, load_corpus
 from mxep.train.data.tokenizer import ByteTokenizer
 from mxep.train.rank_control import starter_pid, stop_signals, watch_starter
@@ -291,7 +292,7 @@ def _finish(runs: dict[str, list[list[dict[str, Any]]]], options: argparse.Names
 
     of_default = options.data == [str(_transformers_folder())]
     texts = [] if of_default else [f"--data {' '.join(shlex.quote(without_folder(name)) for name in options.data)}"]
-    asked = [f"--{name.replace('_', '-')} {value}" for name, value in vars(options).items() if name in _POSITIVE and value is not None]
+    asked = [f"{flag_of(name)} {value}" for name, value in vars(options).items() if name in _POSITIVE and value is not None]
     record: dict[str, Any] = {
         "benchmark": "lora_convergence",
         "device": device_name(device),

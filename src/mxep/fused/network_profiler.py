@@ -123,6 +123,7 @@ class NetworkProfiler:
         device: torch.device | None = None,
     ) -> None:
         self.group_name = group_name_of(_WHERE, group)
+        self._group = resolve_group(_WHERE, self.group_name) if self.group_name else None
         world = 1 if self._group is None else dist.get_world_size(self._group)
         self.num_experts = _EXPERTS_A_RANK * world if num_experts is None else num_experts
         for name, value in (("T_local", T_local), ("D", D), ("C", C), ("num_experts", self.num_experts)):
@@ -138,10 +139,6 @@ class NetworkProfiler:
         self.device = device or (torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
         ep_degree(self.group_name, self.num_experts, self.device)
         self.found: NetworkProfile | None = None
-
-    @property
-    def _group(self) -> ProcessGroup | None:
-        return resolve_group(_WHERE, self.group_name) if self.group_name else None
 
     def profile(self, histogram: Tensor | None = None) -> RuntimeEPConfig:
         """Measure, keep everything in `found`, and return the configuration with the fastest modes.

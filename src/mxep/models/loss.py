@@ -30,7 +30,7 @@ from mxep.grouped_mm.wgrad_gemm import add_wgrad
 from mxep.mx.compile import in_graph
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.cross_entropy.reference import IGNORE as IGNORE
-from mxep.recipe import Recipe, resolve_recipe
+from mxep.recipe import Recipe, TakesRecipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -234,22 +234,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _scaled(d_hidden, grad, ctx.dtype), _scaled(d_weight, grad, ctx.dtype), None, None, None, None, None
 
 
-class OutputProjection(nn.Linear):
-    """D -> V without bias; with labels it returns the loss instead of the logits. As a module, its weight is gathered by FSDP."""
+class OutputProjection(TakesRecipe, nn.Linear):
+    """D -> V without bias; with labels it returns the loss instead of the logits. As a module, its weight is gathered by FSDP.
+
+    Attributes:
+        recipe: of the loss (`linear_cross_entropy`); logits without labels are in high precision.
+    """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.recipe = "hp"
         self._kept: CachedWeight | None = None
-
-    @property
-    def recipe(self) -> Recipe:
-        """Precision of the loss (`linear_cross_entropy`), a `Recipe` or a preset's name; logits without labels are in high precision."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: str | Recipe) -> None:
-        self._recipe = resolve_recipe(recipe)
 
     def keep_quantized(self, cache: WeightCache | None) -> None:
         """Quantise the weight once per step of `cache`, None: in every call. See `mxep.parallel.cache_quantized_weights`."""

@@ -242,7 +242,7 @@ class ActivationGradients(NamedTuple):
 
 
 ExpertGemms = tuple[Weights, Weights]  # gate and up, down
-Caches = tuple[CachedWeight | None, CachedWeight | None]  # the same of a `WeightCache`'s entries
+Caches = tuple[CachedWeight | None, CachedWeight | None]  # entries of a `WeightCache`: of gate and up, and of down
 NO_CACHES: Caches = (None, None)
 WeightForms = tuple[SavedForm, SavedForm]  # of gate and up, and of down
 NO_FORMS: WeightForms = (None, None), (None, None)

@@ -24,7 +24,7 @@ from mxep.moe.init import init_normal_
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.ops.activation.functions import ActivationName, SwiGLU, differentiable, is_gated
 from mxep.placements import to_local
-from mxep.recipe import Recipe, resolve_recipe
+from mxep.recipe import Recipe, TakesRecipe
 
 
 def _check_counts(counts: Tensor, w1: Tensor) -> None:
@@ -35,7 +35,7 @@ def _check_counts(counts: Tensor, w1: Tensor) -> None:
         raise ValueError(f"Experts: num_tokens_per_expert is {got}, want ({w1.shape[0]},) int32 or int64, each expert's rows; cast it")
 
 
-class Experts(nn.Module):
+class Experts(TakesRecipe, nn.Module):
     """E experts with stacked weights; under EP each rank holds L of the E.
 
     Args:
@@ -104,15 +104,6 @@ class Experts(nn.Module):
         if self.w3 is None:
             places = {"w1": ("w1",), "w2": ("w2",), "w13": ("w1",)}
         self._kept = {} if cache is None else {place: CachedWeight(cache, self, *names) for place, names in places.items()}
-
-    @property
-    def recipe(self) -> Recipe:
-        """Precision of the GEMMs; set it to a `Recipe`, a preset's name or None (the default preset)."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: str | Recipe | None) -> None:
-        self._recipe = resolve_recipe(recipe)
 
     def init_weights(self, std: float, generator: torch.Generator | None = None) -> None:
         """w1, w2 and w3 from N(0, std^2), biases zero."""

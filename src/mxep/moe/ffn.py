@@ -157,7 +157,7 @@ def expert_ffn(
         weights: of one dtype, D and H multiples of 32.
         offs: (L,) int32 or int64 END offsets.
         recipe: one for which `runs_fused` holds.
-        caches: None quantises in every call. Not for use in a compiled graph.
+        caches: entries of the weights; a weight without one is quantised in every call. Not for use in a compiled graph.
         weight_dtype: to which weights are rounded wherever they are read, None: not at all.  Backward keeps them, not rounded copies.
         swiglu: the form of SwiGLU.
         activation: as in `MoEConfig`.

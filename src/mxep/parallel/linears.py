@@ -23,7 +23,7 @@ from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, matches_name, shown_names
 from mxep.parallel.linear_gains import linear_gains
 from mxep.placements import to_local
-from mxep.recipe import Recipe, resolve_recipe
+from mxep.recipe import Recipe, TakesRecipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ ADAPTERS = ("lora_*", "modules_to_save")  # of peft, beside the layers that they
 KEPT_APART = ("router", "gate", "lm_head", "output")  # routers and projections to logits: small GEMMs that are sensitive to precision
 
 
-class MXLinear(nn.Linear):
+class MXLinear(TakesRecipe, nn.Linear):
     """A torch.nn.Linear whose products run in MXFP8.
 
     Args:
@@ -65,15 +65,6 @@ class MXLinear(nn.Linear):
         self._kept: CachedWeight | None = None
         self.unconverted_forward: Callable[[nn.Linear, Tensor], Tensor] | None = None  # of its own shard; None: its class's
         self.check_widths()
-
-    @property
-    def recipe(self) -> Recipe:
-        """Precision of the products; set it to a `Recipe` or a preset's name."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: str | Recipe) -> None:
-        self._recipe = resolve_recipe(recipe)
 
     def check_widths(self) -> None:
         """Raise ValueError unless the weight (N, K), or this rank's shard of it, consists of whole MX blocks both ways."""
