@@ -107,6 +107,29 @@ def test_mypy_passes_a_right_program_and_finds_the_mistakes_of_a_wrong_one(tmp_p
 
 
 @pytest.mark.slow
+def test_gpu_tests_call_what_exists(tmp_path: Path) -> None:
+    """Functions, arguments and attributes of modules: continuous integration has no GPU, so a signature that changed would go unnoticed."""
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.(multi_)?gpu\b", path.read_text())]
+    planted = tmp_path / "planted.py"
+    planted.write_text("from mxep.mx.tensor import no_name, MXTensor\nMXTensor(1)\nMXTensor(1, 2, shape=3)\n")
+    cache = ROOT / ".mypy_cache" / "gpu"
+    if cache.parent.exists() and not cache.exists():
+        shutil.copytree(cache.parent, cache, ignore=shutil.ignore_patterns("user", "gpu"))
+    options = [f"--cache-dir={cache}", "--explicit-package-bases"]
+    command = [sys.executable, "-m", "mypy", *options, str(planted), *map(str, marked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1, done.stdout + done.stderr
+    wrong = [
+        line
+        for line in done.stdout.splitlines()
+        if re.search(r"Missing (positional|named) arg|Unexpected keyword|Module \"mxep.*no attr", line)
+    ]
+    found = [line for line in wrong if "planted.py:" in line]
+    assert len(found) == 3, done.stdout
+    assert sorted(wrong) == sorted(found)
+
+
+@pytest.mark.slow
 def test_pyright_passes_a_right_program_and_finds_the_mistakes_of_a_wrong_one(tmp_path: Path) -> None:
     """basedpyright is pyright with its Node from PyPI; "standard" are pyright's own settings."""
     pytest.importorskip("basedpyright")

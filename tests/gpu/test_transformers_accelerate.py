@@ -49,7 +49,7 @@ def test_the_loss_needs_no_host_sync(no_sync: Callable[[], AbstractContextManage
     transformers_5.accelerate(model, MX, experts=False, norms=False, rotary=False, routers=False, linears=None, head_recipe=MX)
     hidden = torch.randn(4, 128, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     labels, count = torch.randint(256, (512,), device="cuda"), torch.tensor(500, device="cuda")
-    model.forward.args[1].targets = _Targets(labels, count)
+    model.forward.args[1].targets = _Targets(labels, count, None)
     model.lm_head(hidden).backward()  # kernels are compiled
     with no_sync():
         model.lm_head(hidden).backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -62,6 +63,8 @@ def test_the_first_and_last_candidates_are_full_and_none() -> None:
     for choice in every:
         rows = sum(mode != "full" for mode in choice.modes[1:]) * received_bytes(8192, 2048, 1408, 64, 6, 4, MXFP8, fused_layer=True)
         assert choice.needed == choice.peak.total + round(rows / 4), "only what the experts get is uneven"
+    even = choices(8192, fused_layer=True, force_balance=True)
+    assert all(choice.needed == choice.peak.total for choice in even), "--force-balance gives every expert the same number of rows"
     one_rank = recompute_choices(rank_memory(MODELS["dsv3_16b"], MXFP8, ParallelDims(), 1)[0], *plan[:2], ParallelDims(), 8192, 1)
     assert all(choice.needed == choice.peak.total for choice in one_rank), "all rows are of this rank"
 
@@ -87,6 +90,21 @@ def agreed(rank: int, world: int) -> list[RecomputeChoice]:
 def test_ranks_agree_on_the_least() -> None:
     for found in run_ranks(agreed, 2):
         assert [set(choice.modes) for choice in found] == [{"none"}, {"full"}]
+
+
+def balanced(rank: int, world: int) -> list[RecomputeChoice]:
+    config = TrainConfig(**SMALL, activation_checkpoint="auto", ep=2, batch=4, seq_len=256)
+    settings = resolve(config, "cpu", world)
+    meshes, device = build_meshes(world, settings.degrees, "cpu"), torch.device("cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute_budget, "total_memory", lambda _: 10**12)
+        configs = (replace(config, force_balance=on) for on in (False, True))
+        return [agree_on_recompute(each, settings, settings.shape, MXFP8, meshes, device) for each in configs]
+
+
+def test_routing_that_is_even_by_force_needs_no_allowance() -> None:
+    for uneven, even in run_ranks(balanced, 2):
+        assert even.needed == even.peak.total == uneven.peak.total < uneven.needed
 
 
 def test_experts_gemm_by_gemm_keep_more(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:

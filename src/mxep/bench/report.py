@@ -122,7 +122,8 @@ def _speeds(layers: Records, pipelines: Records, choose: Callable[[Records], Rec
 
     def add(what: str, record: Record, base: float, ours: str, ratio: str, limited: bool, same_transport: str = "") -> None:
         limit = limit_of(record, ratio) if limited else None
-        times = f"{base:.1f} ms", f"{median_ms(record)[f'{ours}_total']:.1f} ms"
+        timed = f"{ours}_total"
+        times = f"{base:.1f} ms", f"{median_ms(record)[timed]:.1f} ms" + " (unsteady)" * (timed in record.get("unsteady", ()))
         cells = f"**{record['ratios'][ratio]:.2f}x**", "" if limit is None else f"{limit:.2f}x", same_transport
         rows.append([what, record_place(record), *times, *cells])
 

@@ -7,7 +7,7 @@ Late layers come first, because backward frees what they keep before most gradie
 
 A candidate fits if it needs at most 90% of the memory: the other 10% are for CUDA's context, NCCL's buffers and the estimate's error.
 Where rows come from other ranks, a quarter of what its layers keep of them is added to the estimated peak, since the estimate gives every
-expert the same number of rows.  If no candidate fits, the first is taken.
+expert the same number of rows, which --force-balance does too.  If no candidate fits, the first is taken.
 
 >>> [" ".join(modes) for modes in candidates(dense_layers=1, moe_layers=2)]
 ['full full full', 'full full keep_moe', 'full keep_moe keep_moe', 'full keep_moe none', 'full none none', 'none none none']
@@ -76,10 +76,22 @@ def candidates(dense_layers: int, moe_layers: int) -> list[tuple[Recompute, ...]
 
 
 def recompute_choices(
-    rank: RankMemory, shape: ModelConfig, recipe: Recipe, dims: ParallelDims, tokens: int, in_flight: int, **options: Any
+    rank: RankMemory,
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    tokens: int,
+    in_flight: int,
+    force_balance: bool = False,
+    **options: Any,
 ) -> list[RecomputeChoice]:
-    """All candidates, from "full" to "none". The arguments are those of `stage_peak`, without recompute."""
-    more = MORE_ROWS if dims.ep > 1 else 0.0
+    """All candidates, from "full" to "none".
+
+    Args:
+        force_balance: as in `mxep train`; without it uneven routing is allowed for.
+        rank, shape, recipe, dims, tokens, in_flight, options: of `stage_peak`, without recompute.
+    """
+    more = MORE_ROWS if dims.ep > 1 and not force_balance else 0.0
     choices = []
     for modes in candidates(rank.dense_layers, rank.moe_layers):
         peak = stage_peak(rank, shape, recipe, dims, tokens, in_flight, recompute=modes, **options)
@@ -101,6 +113,7 @@ def agree_on_recompute(
         name: getattr(config, name)
         for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward", "cache_weights")
     }
+    options["force_balance"] = config.force_balance
     linears = linear_recipe(config)
     options["mx_linears"] = linears is not None and linears.wgrad == "mx" and config.linear_fqns != ""
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
