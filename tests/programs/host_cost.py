@@ -1,34 +1,41 @@
 """The host cost of calls of this package: microseconds until a call returns, torch operators and Python function calls in it.
 
-    python tests/programs/host_cost.py [--json] [--device cpu|cuda]
+    PYTHONPATH=. python tests/programs/host_cost.py [--json] [--device cpu|cuda] [--profile CALL]
 
 On a GPU the kernels run; a call is timed on an idle device, without a sync inside.  On a CPU the operators run their launchers for a Hopper
 GPU, and the driver's functions do nothing: what remains is the host's work without the driver's.  Results are then undefined.  Python
 function calls are counted on a CPU alone, where backward runs in this thread.  Operators count with those inside of them, as a profiler
-sees them.
+sees them.  `--profile` prints the functions of one call by their time, backward included.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import importlib
 import json
+import pstats
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.virtual import HostCopyStreams, SharedMemory, ThreadBarrier, alone
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import mxep
 import mxep.operators as operators
 from mxep.bench.timing import synchronize
+from mxep.comm.host_allgather import HostAllGather, rendezvous_bytes
+from mxep.comm.symmetric import SymmetricTransport
+from mxep.comm.transport import register
+from mxep.fused import autograd
 from mxep.mx.weight_cache import WeightCache
 from mxep.parallel import MXLinear
 from mxep.recipe import RECIPES
@@ -39,6 +46,8 @@ from mxep.train.state_precision import StatePrecision
 ROWS, D, N, H, EXPERTS, CHOICES = 64, 64, 128, 32, 8, 2
 _MULTIPROCESSORS = 132
 _RUNS = 100
+_TIMEOUT_S = 20
+_SYMMETRIC = "symmetric memory of one rank"
 Call = Callable[[], object]
 
 
@@ -47,7 +56,6 @@ def launch_nothing() -> None:
     import triton
 
     from mxep import device
-    from mxep.fused import autograd
     from mxep.ops.grouped_gemm import wgrad
     from mxep.ops.quantize import columnwise
     from mxep.ops.runtime import launch, nvrtc, replay
@@ -81,7 +89,7 @@ def launch_nothing() -> None:
     launch._compiled_kernel = lambda compiled: launch._CompiledKernel(compiled, lambda *arguments: None, (None,) * 9)
     triton.JITFunction.__getitem__ = lambda self, grid: lambda *arguments, **options: None
     torch._C._cuda_getCurrentRawStream = lambda index: 0
-    autograd._replays = lambda options, device: True  # type: ignore[assignment]
+    autograd._replays = lambda options, device: options.group_name != _SYMMETRIC  # type: ignore[assignment]
     replay._runs_on = lambda device: True  # type: ignore[assignment]
     # CUDA's allocator gives a step the addresses of the one before, a CPU's does not.
     replay.itemgetter = lambda *slots: lambda addresses: None  # type: ignore[assignment, misc]
@@ -97,6 +105,15 @@ def launch_nothing() -> None:
             operator = getattr(getattr(torch.ops.mxep, name), "out" if overload != name else "default")
             launcher = operators._deferred(operators.LAUNCHERS[name], name)
             library.impl(overload, operators._form(launcher, operator), "CPU", allow_override=True)
+
+
+def one_rank(device: torch.device) -> SymmetricTransport:
+    """Symmetric memory of one rank: its exchanges are those of several ranks, of which none waits for another."""
+    if device.type == "cuda":
+        return alone(_TIMEOUT_S)
+    rendezvous = HostAllGather(bytearray(rendezvous_bytes(1)), 0, 1, _TIMEOUT_S)
+    memory = SharedMemory(0, ThreadBarrier(1, _TIMEOUT_S), device)
+    return SymmetricTransport(memory, rendezvous, HostCopyStreams(device, _TIMEOUT_S, rendezvous.failure), device, _TIMEOUT_S)
 
 
 _libraries: list[torch.library.Library] = []  # an operator's form lives as long as the library that it came with
@@ -136,10 +153,13 @@ def calls(device: torch.device) -> dict[str, Call]:
 
         found[f"fused_experts {name} f+b"] = step(experts, values(ROWS, D), x, w1, w2)
 
-    moe = mxep.FusedMoE(mxep.MoEConfig(D, H, EXPERTS, CHOICES), "mxfp8_wgrad_with_mx").to(device)
-    moe.init_weights(0.05)
-    moe.bfloat16().experts.keep_quantized(WeightCache())
-    found["FusedMoE mxfp8_wgrad_with_mx, kept f+b"] = step(lambda: moe(x), values(ROWS, D), x, *moe.parameters())
+    register(_SYMMETRIC, one_rank(device))
+    for group, where in ((None, ""), (SimpleNamespace(group_name=_SYMMETRIC), ", exchanges over symmetric memory")):
+        moe = mxep.FusedMoE(mxep.MoEConfig(D, H, EXPERTS, CHOICES), "mxfp8_wgrad_with_mx").to(device)
+        moe.init_weights(0.05)
+        moe.bfloat16().experts.keep_quantized(WeightCache())
+        moe.group = group  # type: ignore[assignment]
+        found[f"FusedMoE mxfp8_wgrad_with_mx, kept{where} f+b"] = step(lambda moe=moe: moe(x), values(ROWS, D), x, *moe.parameters())
 
     weights = torch.nn.ParameterDict({"weight": torch.nn.Parameter(values(N, D))})
     updates = OptimizerInBackward(build_optimizer(weights, 1e-3, 0.1, StatePrecision("adamw8bit", "bfloat16")))
@@ -228,15 +248,31 @@ def measure(device: torch.device) -> dict[str, dict[str, float]]:
     return table
 
 
+def print_profile(call: Call) -> None:
+    """Functions by the time spent in them and in what they call."""
+    with torch.autograd.set_multithreading_enabled(False):  # backward in this thread, on a GPU too
+        for _ in range(10):
+            call()
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(_RUNS):
+            call()
+        profiler.disable()
+    pstats.Stats(profiler).sort_stats("cumulative").print_stats(80)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--profile", metavar="CALL", help="its functions instead of a table")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     if device.type == "cpu":
         launch_nothing()
+    if options.profile is not None:
+        return print_profile(calls(device)[options.profile])
     table = measure(device)
     if options.json:
         print(json.dumps(table))
