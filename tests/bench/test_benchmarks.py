@@ -223,6 +223,7 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
         "| 6.0 ms, **1.50x** |",
         "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |  |",
     ]
+    assert "| 30.0 ms | 10.0 ms (unsteady) |" in report.summary([{**pipelines[0], "unsteady": ["mxfp8_total"]}], [], [])
     later = {**layers[0], "device": "h100", "date": "2026-11-28"}
     assert "H100 | 8.0 ms" in report.summary([], [*layers, later], []).splitlines()[-1]
     assert "H200" not in report.summary([], [later, *layers], []), "the most recent record is shown"
