@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,16 @@ def test_readme_snippet_runs_alone(number: int, tmp_path: Path) -> None:
     _, _, text = blocks(ROOT / "README.md", "python")[number]
     done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+# ---- howto/own_model.md ----
+
+
+def test_experts_of_the_page_compile_under_expert_parallelism(group_ends: None) -> None:
+    names: dict[str, Any] = {}
+    exec(blocks(DOCS / "howto" / "own_model.md", "python")[0][2], names)
+    compiled = torch.compile(names["model"].moe.experts, backend="aot_eager")
+    compiled(torch.randn(32, 256, dtype=torch.bfloat16), names["counts"]).sum().backward()
 
 
 # ---- the site: mkdocs.yml and reference/ ----

@@ -352,14 +352,21 @@ def test_signals_end_the_run_and_what_it_started(tmp_path: Path, numbers: list[s
             os.kill(started, signal.SIGKILL)
 
 
-def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
-    """By SIGKILL, which cannot be forwarded: the ranks would keep their GPUs during the next benchmark."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=str)
+def test_ranks_end_with_a_benchmark_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
+    """Also by SIGKILL, which cannot be forwarded: the ranks would keep their GPUs during the next benchmark. No traceback is shown."""
     rank = tmp_path / "rank.py"
     rank.write_text(
         "import os, sys, time, pathlib\npathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(100)\n"
     )
-    program = "import sys; from mxep.bench.ranks import _TORCHRUN, run_child; run_child([sys.executable, '-c', _TORCHRUN, *sys.argv[1:]])"
-    starter = subprocess.Popen([sys.executable, "-c", program, "--standalone", "--nproc-per-node=2", str(rank), str(tmp_path)])
+    program = """if True:
+        import contextlib, sys
+        from mxep.bench.ranks import _TORCHRUN, run_child
+        with contextlib.suppress(KeyboardInterrupt):
+            run_child([sys.executable, "-c", _TORCHRUN, *sys.argv[1:]])
+    """
+    words = [sys.executable, "-c", program, "--standalone", "--nproc-per-node=2", str(rank), str(tmp_path)]
+    starter = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     files, started = [tmp_path / "0", tmp_path / "1"], list[int]()
     try:
         deadline = time.monotonic() + 100
@@ -367,11 +374,12 @@ def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         started += [int(file.read_text()) for file in files]
-        starter.kill()
+        starter.send_signal(number)
         deadline = time.monotonic() + 40
         while any(start_of(pid) is not None for pid in started):
             assert time.monotonic() < deadline, "a rank is still running"
             time.sleep(0.1)
+        assert "Traceback" not in starter.communicate(timeout=100)[1]
     finally:
         starter.kill()
         starter.wait()

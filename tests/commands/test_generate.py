@@ -140,4 +140,4 @@ def test_wrong_use(
 
 def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path), "x"]) == 2
-    assert "is neither a checkpoint nor a run with one" in capsys.readouterr().err
+    assert "is neither a checkpoint nor a run with one, want a folder of `mxep train`, or of Hugging Face" in capsys.readouterr().err

@@ -386,6 +386,17 @@ def test_sum_over_choices_keeps_rows_as_they_came(dtype: torch.dtype) -> None:
     torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [MoE, FusedMoE])
+def test_wrong_arguments_are_named(kind: type[MoE]) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__}: config is dict, want MoEConfig"):
+        kind({"dim": 64})  # type: ignore[arg-type]
+    layer = kind(config())
+    with pytest.raises(ValueError, match=f"{kind.__name__}.update_expert_bias: counts_all_ranks is list, want a torch.Tensor"):
+        layer.update_expert_bias([1.0] * 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"counts of shape \(4,\), want \(8,\); sum tokens_per_expert"):
+        layer.update_expert_bias(torch.ones(4))
+
+
 def test_unknown_recipe() -> None:
     with pytest.raises(ValueError, match="'mxfp9' is unknown"):
         MoE(config(), "mxfp9")

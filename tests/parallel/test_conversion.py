@@ -198,6 +198,8 @@ def test_conversion_that_matched_nothing_raises() -> None:
         convert_experts(net, [])
     with pytest.raises(ValueError, match=r"saw none; its modules are \*; give whole parts"):
         convert_experts(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "experts")
+    with pytest.raises(ValueError, match=r"'experts' matched no module .* saw the model itself; give .* or wildcards"):
+        convert_experts(TitanExperts(64, 96, 4), "experts")
     with pytest.raises(ValueError, match="'mxfp9' is unknown"):
         convert_experts(net, "experts", "mxfp9")
     with pytest.raises(ValueError, match=r"no recipe for layers\.1\.experts"):

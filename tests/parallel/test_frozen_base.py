@@ -283,11 +283,12 @@ def test_fsdp_shards_the_bytes() -> None:
     [
         (block, {"fqns": "attention"}, ("'attention' matched no weight", "moe.experts.w1")),
         (block, {"fqns": "wq", "skip": "wq"}, ("nothing is left", "wq")),
+        (nn.ReLU, {}, ("nothing is left", "want linear layers or experts, of which there are none")),
         (lambda: nn.Linear(40, 64), {}, ("weight", "(64, 40)", "multiple of 32", "leave it out")),
         (lambda: nn.Linear(64, 64).half(), {}, ("weight", "float16")),
         (lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU()), {"fqns": "1"}, ("'1' matched no weight",)),
     ],
-    ids=["no match", "nothing left", "width", "dtype", "no weights"],
+    ids=["no match", "nothing left", "nothing there", "width", "dtype", "no weights"],
 )
 def test_modules_that_cannot_be_converted(make: Any, options: dict[str, Any], words: tuple[str, ...]) -> None:
     with raises_naming("quantize_base", *words):

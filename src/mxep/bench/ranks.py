@@ -11,14 +11,15 @@ from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from mxep.comm import close_transports, set_transport
 from mxep.device import default_backend
-from mxep.train.rank_control import GUARD_VARIABLE, describe_guard, stop_signals
+from mxep.train.rank_control import GUARD_VARIABLE, describe_guard, stop_signals, watch_starter
 
 CPU_RANKS = 2
-# torchrun that ends with the process that started it; its ranks do not inherit the pipe.
-_TORCHRUN = "from mxep.train.rank_control import watch_starter; watch_starter(); from torch.distributed.run import main; main()"
+_TORCHRUN = "from mxep.bench.ranks import run_torchrun; run_torchrun()"
 _KILL_AFTER_S = 60.0  # from the request to end; torchrun kills its ranks after 30
 
 
@@ -45,6 +46,18 @@ def start_ranks(arguments: Sequence[str], device_type: str, ranks: int | None = 
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     torchrun = [sys.executable, "-c", _TORCHRUN, "--standalone", f"--nproc-per-node={world}"]
     return run_child([*torchrun, "-m", "mxep", *without_nproc(arguments)], environment)
+
+
+def run_torchrun() -> None:
+    """torchrun in this process. It ends with the process that started it, and without a traceback if a signal asks it to.
+
+    Its ranks do not inherit the pipe to that process.
+    """
+    watch_starter()
+    try:
+        torch.distributed.run.main()
+    except SignalException as asked:
+        sys.exit(128 + asked.sigval)
 
 
 def run_child(words: Sequence[str], environment: Mapping[str, str] | None = None) -> int:

@@ -242,9 +242,9 @@ class FusedMoE(MoE):
     def __init__(
         self, config: MoEConfig, recipe: str | Recipe | None = "mxfp8_wgrad_with_hp", runtime: RuntimeEPConfig | None = None
     ) -> None:
+        super().__init__(config, recipe)
         if config.scores_before_experts:
             raise ValueError("FusedMoE: scores_before_experts=True, want False: a token is sent once for all of its choices; use MoE")
-        super().__init__(config, recipe)
         self.runtime = resolve_runtime("FusedMoE", runtime, "runtime")
 
     @staticmethod

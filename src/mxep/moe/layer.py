@@ -62,7 +62,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: MoEConfig, recipe: str | Recipe | None = "mxfp8_wgrad_with_hp") -> None:
         super().__init__()
-        check_type("MoE", MoEConfig, "config", config, "make one")
+        check_type(type(self).__name__, MoEConfig, "config", config, "make one")
         self.config = config
         self.group: ProcessGroup | None = None
         self.router = Router(config)
@@ -176,9 +176,12 @@ class MoE(nn.Module):
         Args:
             counts_all_ranks: (E,) choices per expert since the last update, summed over every rank that shares the weights.
         """
+        where = f"{type(self).__name__}.update_expert_bias"
+        check_tensors(where, counts_all_ranks=counts_all_ranks)
         counts = counts_all_ranks.to(self.expert_bias)
         if counts.shape != self.expert_bias.shape:
-            raise ValueError(f"MoE.update_expert_bias: counts of shape {tuple(counts.shape)}, want {tuple(self.expert_bias.shape)}")
+            shapes = f"counts of shape {tuple(counts.shape)}, want {tuple(self.expert_bias.shape)}"
+            raise ValueError(f"{where}: {shapes}; sum tokens_per_expert over the ranks")
         step = self.config.bias_update_rate * torch.sign(counts.mean() - counts)
         self.expert_bias += step - step.mean()
 

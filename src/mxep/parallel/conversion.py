@@ -153,7 +153,7 @@ def shown_names(names: Iterable[str], most: int = 20) -> str:
     """
     shown = _without_numbers(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return (", ".join(shown[:most]) or "none") + more
+    return (", ".join(name or "the model itself" for name in shown[:most]) or "none") + more
 
 
 def name_patterns(names: Iterable[str], others: Sequence[str]) -> list[str]:

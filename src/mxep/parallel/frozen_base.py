@@ -103,7 +103,8 @@ def chosen_weights(model: nn.Module, fqns: str | Sequence[str] | None, skip: str
     left_out += KEPT_APART if patterns is None else ()
     chosen = {name: place for name, place in known.items() if matches_any(name, patterns) and not matches_any(name, left_out)}
     if not chosen:
-        raise ValueError(f"{_WHERE}: nothing is left to convert, want one of {shown_names(known)}")
+        want = f"one of {shown_names(known)}" if known else "linear layers or experts, of which there are none"
+        raise ValueError(f"{_WHERE}: nothing is left to convert, want {want}")
     names = {id(module._parameters[name]): (fqn, (module, name)) for fqn, (module, name) in chosen.items()}
     for module in model.modules():
         for name, parameter in module._parameters.items():

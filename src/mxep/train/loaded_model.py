@@ -145,7 +145,9 @@ def open_run(run: Path, step: int | None = None) -> Manifest:
     whole = (run / MANIFEST).exists()
     found = {read_manifest(run).step: run} if whole else {step_of(path): path for path in list_checkpoints(run / CHECKPOINTS)}
     if not found:
-        raise ValueError(f"{run} is neither a checkpoint nor a run with one, want a folder that `mxep train` made")
+        raise ValueError(
+            f"{run} is neither a checkpoint nor a run with one, want a folder of `mxep train`, or of Hugging Face with config.json"
+        )
     if step is not None and step not in found:
         raise ValueError(f"{run} has no checkpoint of step {step}, want one of {', '.join(map(str, found))}")
     manifest = read_manifest(found[max(found) if step is None else step])
