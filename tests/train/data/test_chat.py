@@ -121,6 +121,17 @@ def test_the_result_of_a_tool_is_for_the_template(tmp_path: Path) -> None:
         assert "seven" in text or "three" in text
 
 
+def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    """JSON can escape it, and UTF-8 does not have it; whole pairs stay. Texts and conversations are alike."""
+    for escaped, text in (("a\\ud83d", "a?"), ("\\uDC00b", "?b"), ("\\ud83d\\ude00", "\U0001f600")):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "{escaped}", "{escaped}": 1}}')
+        assert list(read_file(tmp_path / "a.jsonl")) == [text.encode()]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}).replace("yes.", "yes\\ud83d"))
+    wanted = [*TURNS[:1], {"role": "assistant", "content": "yes?"}, *TURNS[2:]]
+    rows = rows_of(tmp_path)
+    assert list(read_file(tmp_path / "a.jsonl", rows)) == [rows.document({"messages": wanted}, "here")]
+
+
 def test_a_converted_run_stops_at_the_end_of_a_turn(tmp_path: Path, one_rank: None) -> None:
     """Conversations have no EOS; a run on plain text knows no other."""
     run = trainer(0, 1, str(tmp_path / "run"), **options_of(tmp_path, batch=4, model="qwen3_debug_cpu"))
