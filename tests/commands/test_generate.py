@@ -14,7 +14,7 @@ from tests.chat_data import write_chat_tokenizer, write_conversations
 
 from mxep.cli import main
 from mxep.commands import generate
-from mxep.commands.generate import GenerateConfig, stream
+from mxep.commands.generate import GenerateConfig, draw_token, stream
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.trainer import Trainer
@@ -108,6 +108,11 @@ def test_seeds(of_bytes: Path) -> None:
     cold = GenerateConfig(of_bytes, "The caf", 12, temperature=5.0, top_p=1e-6, seed=3, device="cpu")
     assert "".join(stream(cold)) == TEXT[:18], "the most likely token alone"
     assert "".join(stream(GenerateConfig(of_bytes, "", 7, temperature=0.0, device="cpu"))) == "The caf", "the beginning of a document"
+
+
+def test_the_lowest_temperatures_take_the_most_likely_token() -> None:
+    logits, generator = torch.tensor([0.0, 9.0, 8.0]), torch.Generator().manual_seed(0)
+    assert {draw_token(logits, temperature, 1.0, generator) for temperature in (1e-300, 1e-40, 1e-3, 0.0)} == {1}
 
 
 def test_a_chat(of_chats: Path, capsys: pytest.CaptureFixture[str]) -> None:

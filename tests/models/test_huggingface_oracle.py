@@ -29,6 +29,7 @@ SHAPES: dict[str, ModelConfig] = {
         route_scale=2.5, num_groups=4, top_groups=2, yarn=Yarn(),
     ),
     "v2_lite": DeepSeekV3Config(**COMMON, **LATENT, num_layers=2, num_experts=8, yarn=Yarn(mscale=0.707)),
+    "no_shared": DeepSeekV3Config(**COMMON, **LATENT, num_layers=2, num_experts=8, num_shared_experts=0),
     "short": DeepSeekV3Config(**COMMON, **LATENT, num_layers=2, num_experts=8, max_seq_len=64, norm_eps=1e-2),
 }  # fmt: skip
 TOKENS = torch.arange(48).view(2, 24) * 37 % 96

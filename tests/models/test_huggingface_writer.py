@@ -108,7 +108,8 @@ def test_compressed_tensors_reads_it(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_folder_in_another_format(kind: str, tmp_path: Path) -> None:
     """MXFP8 stays as it is, or becomes plain; plain becomes what the run itself would have written. Other files come along."""
-    plain = write(CONFIGS[kind], tmp_path / "mx", token_ids={"eos_token_id": 3}, files={"tokenizer.json": b"{}"})
+    template = "additional_chat_templates/tool_use.jinja"
+    plain = write(CONFIGS[kind], tmp_path / "mx", token_ids={"eos_token_id": 3}, files={"tokenizer.json": b"{}", template: b"x"})
     for file in ("notes.txt", "pytorch_model.bin", "hf_quant_config.json"):
         (tmp_path / "mx" / file).write_text(file)
     told: list[str] = []
@@ -119,8 +120,8 @@ def test_a_folder_in_another_format(kind: str, tmp_path: Path) -> None:
         found, want = folder_tensors(tmp_path / folder), folder_tensors(tmp_path / "mx")
         assert found.keys() == want.keys()
         assert all(same_bytes(found[name], value) for name, value in want.items())
-    copied = {path.name for path in (tmp_path / "same").iterdir()}
-    assert copied == {SINGLE, "config.json", "generation_config.json", "tokenizer.json", "notes.txt"}
+    copied = {path.relative_to(tmp_path / "same").as_posix() for path in (tmp_path / "same").rglob("*") if path.is_file()}
+    assert copied == {SINGLE, "config.json", "generation_config.json", "tokenizer.json", "notes.txt", template}
     assert len(told) == len(plain)
     assert json.loads((tmp_path / "same" / "config.json").read_text()) == json.loads((tmp_path / "mx" / "config.json").read_text())
     convert_published(tmp_path / "mx", tmp_path / "dense", torch.float32)

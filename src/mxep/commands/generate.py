@@ -151,6 +151,7 @@ def draw_token(logits: Tensor, temperature: float, top_p: float, generator: torc
 
     if temperature == 0:
         return int(logits.argmax())
-    likely, tokens = torch.softmax(logits / temperature, dim=0).sort(descending=True)
+    below = (logits - logits.max()).double() / temperature  # float32 has no temperatures below 1e-45
+    likely, tokens = torch.softmax(below.float(), dim=0).sort(descending=True)
     likely[likely.cumsum(0) - likely >= top_p] = 0.0
     return int(tokens[torch.multinomial(likely, 1, generator=generator)])

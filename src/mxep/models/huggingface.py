@@ -21,6 +21,7 @@ from mxep.shapes import MX_BLOCK
 
 CONFIG_JSON = "config.json"
 GENERATION_JSON = "generation_config.json"
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"  # beside chat_template.jinja, as transformers saves them
 _MAX_BYTES = 1 << 24  # of config.json
 _SWIGLU = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LATENT = {

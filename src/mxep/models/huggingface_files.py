@@ -398,7 +398,8 @@ def check_names(files: PublishedFiles, config: ModelConfig) -> list[str]:
         raise ValueError(f"{files.folder}: {len(missing)} tensors are missing, {missing[0]} first; choose the --model that it is")
     extra = [name for name in files.names if name not in wanted]
     unused = [name for name in extra if _layer_of(name) >= config.num_layers]
-    if foreign := [name for name in extra if name not in unused and not name.endswith("rotary_emb.inv_freq")]:
+    unread = [name for name in extra if name.endswith("rotary_emb.inv_freq") or 0 in files.shape(name)]  # as of no shared experts
+    if foreign := [name for name in extra if name not in (*unused, *unread)]:
         raise ValueError(f"{files.folder}: {len(foreign)} tensors are not in this model, {foreign[0]} first; choose the --model that it is")
     return [f"{files.folder}: {len(unused)} tensors of layers past the last (multi-token prediction) are not used"] if unused else []
 

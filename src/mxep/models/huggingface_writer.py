@@ -24,6 +24,7 @@ from torch import Tensor
 from mxep.models.huggingface import (
     CONFIG_JSON,
     GENERATION_JSON,
+    MORE_TEMPLATES,
     MXFP8,
     MXFP8_QUANTIZED,
     is_optional,
@@ -179,6 +180,7 @@ def save_published(
         if ids["eos_token_id"] is not None:
             _write_json(partial / GENERATION_JSON, generation)
         for name, data in files.items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(data)
     return notes
 
@@ -221,9 +223,11 @@ def convert_published(
                 weights.add(name, files.read(name).to(torch.float32 if name.endswith(_EXPERT_BIAS) else dtype))
         weights.finish()
         _write_config(partial, described, dtype, weights.plain if mxfp8 else None)
-        for path in sorted(source.iterdir()):
+        for path in sorted([*source.iterdir(), *source.glob(MORE_TEMPLATES)]):
             if path.suffix in _COPIED and path.name not in _NOT_COPIED and path.is_file():
-                shutil.copyfile(path, partial / path.name)
+                target = partial / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
 
 
 @contextlib.contextmanager

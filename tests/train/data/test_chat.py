@@ -102,6 +102,19 @@ def test_values_that_a_row_passes_to_its_template(tmp_path: Path) -> None:
     assert rows.columns(["tools", "messages", "id", "chat_template_kwargs"], "here") == ["messages", "tools", "chat_template_kwargs"]
 
 
+def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    """transformers takes it for rows with tools; that one alone decides whether they have marks, and token files name both."""
+    folder, rows = tmp_path / "tokenizer", rows_of(tmp_path / "tokenizer", MARKED)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
+    several = ChatRows(FileTokenizer(folder))
+    assert several.document({"messages": TURNS}, "here") == rows.document({"messages": TURNS}, "here")
+    with_tools, alone = {"messages": TURNS, "tools": [{"name": "weather"}]}, rows_of(tmp_path / "alone", WITH_TOOLS)
+    assert several.document(with_tools, "here") == alone.document(with_tools, "here")
+    assert several.fingerprint != rows.fingerprint
+    assert "additional_chat_templates/tool_use.jinja" in publish_tokenizer(str(folder), FileTokenizer(folder).fingerprint).files
+
+
 def test_parts_of_text_are_one_content(tmp_path: Path) -> None:
     """Templates that want strings leave lists out."""
     for template in (QWEN_LIKE, MARKED):
@@ -119,6 +132,17 @@ def test_the_result_of_a_tool_is_for_the_template(tmp_path: Path) -> None:
     for content in ({"text": "Rome", "b": "seven"}, [{"text": "a", "c": "three"}]):
         ((_, text),) = parts_of(rows, {"messages": [{"role": "tool", "content": content}]}, FileTokenizer(tmp_path))
         assert "seven" in text or "three" in text
+
+
+def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    """JSON can escape it, and UTF-8 does not have it; whole pairs stay. Texts and conversations are alike."""
+    for escaped, text in (("a\\ud83d", "a?"), ("\\uDC00b", "?b"), ("\\ud83d\\ude00", "\U0001f600")):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "{escaped}", "{escaped}": 1}}')
+        assert list(read_file(tmp_path / "a.jsonl")) == [text.encode()]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}).replace("yes.", "yes\\ud83d"))
+    wanted = [*TURNS[:1], {"role": "assistant", "content": "yes?"}, *TURNS[2:]]
+    rows = rows_of(tmp_path)
+    assert list(read_file(tmp_path / "a.jsonl", rows)) == [rows.document({"messages": wanted}, "here")]
 
 
 def test_a_converted_run_stops_at_the_end_of_a_turn(tmp_path: Path, one_rank: None) -> None:
@@ -174,6 +198,11 @@ def test_a_template_that_hides_its_messages_is_refused(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "line 2: message 1 has content '5', want a string"),
         ({"messages": [{"role": "user", "content": {"text": "hi"}}]}, "line 2: message 1 has content .* want a string"),
         ({"messages": TURNS, "chat_template_kwargs": {"messages": 1}}, "line 2: 'chat_template_kwargs' has messages, which the trainer"),
+        (
+            {"messages": TURNS, "chat_template_kwargs": {"truncation": True, "max_length": 4}},
+            "line 2: .* has max_length, truncation, which",
+        ),
+        ({"messages": TURNS, "chat_template_kwargs": {"return_tensors": "pt"}}, "line 2: 'chat_template_kwargs' has return_tensors, which"),
         ({"messages": TURNS, "tools": "{"}, "line 2: 'tools' is no JSON"),
         ({"messages": TURNS, "tools": {"a": 1}}, "line 2: 'tools' is dict, want a list"),
         ({"messages": TURNS, "chat_template_kwargs": [1]}, "line 2: 'chat_template_kwargs' is list, want an object"),

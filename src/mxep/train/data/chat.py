@@ -24,8 +24,9 @@ MESSAGES_FIELD = "messages"
 _PAIR = ("prompt", "completion")
 _TOOLS, _VALUES = "tools", "chat_template_kwargs"  # further fields, as TRL reads them
 _RESERVED = {  # arguments of `apply_chat_template`
-    *("self", "messages", "conversation", "generation_prompt", "add_generation_prompt"),
-    *("tokenize", "return_dict", "return_assistant_tokens_mask"),
+    *("self", "messages", "conversation", "chat_template", "generation_prompt", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+    *("return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
 _ASSISTANT, _TOOL = "assistant", "tool"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -42,7 +43,7 @@ class ChatTemplate:
         ValueError: the tokens are bytes, transformers is missing or does not read the folder, or there is no template.
 
     Attributes:
-        template: in Jinja.
+        template: in Jinja; by name where there are several, of which "tool_use" is for rows with tools.
         special_tokens: that it may name, and as "added" those of the vocabulary that only other files of the folder make tokens of text.
     """
 
@@ -57,7 +58,8 @@ class ChatTemplate:
         folder = tokenizer.file.parent
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-            self.template: str = self._tokenizer.get_chat_template()
+            self._tokenizer.get_chat_template()  # raises where there is none
+            self.template: str | dict[str, str] = self._tokenizer.chat_template
         except Exception as error:  # of many kinds, for files that it does not read
             raise ValueError(f"chat: {folder} has no chat template that transformers reads: {type(error).__name__}: {error}") from error
         self.special_tokens: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
@@ -110,7 +112,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template failed, or has no marks and the assistant's messages cannot be found.
         """
-        if _GENERATION.search(self.template):
+        if _GENERATION.search(self._tokenizer.get_chat_template(tools=values.get(_TOOLS))):
             with _template_errors():
                 found = self._tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True, **values)
             return list(found["input_ids"]), [bool(trained) for trained in found["assistant_masks"]]

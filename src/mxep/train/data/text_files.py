@@ -81,7 +81,7 @@ class TextRows:
             raise ValueError(f"data: {where}: field {self.field!r} is {type(value).__name__}, want a string")
         if "\0" in value:
             raise ValueError(f"data: {where}: field {self.field!r} holds a NUL, which separates documents")
-        return value.encode("utf-8", errors="replace")
+        return value.encode()
 
 
 _TEXT_ROWS = TextRows()
@@ -208,6 +208,8 @@ def _read_jsonl(path: Path, rows: RowReader) -> Iterator[bytes]:
                 where = f"{path} line {number}"
                 try:
                     record = json.loads(line)
+                    if b"\\ud" in line.lower():  # perhaps half of a surrogate pair, which UTF-8 does not have
+                        record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
                 except (ValueError, RecursionError) as error:  # json rejects integers of more than 4300 digits and nesting near 1000
                     raise ValueError(f"data: {where} is not JSON that can be read: {error}") from error
                 yield rows.document(record, where)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mxep.json_files import read_json_object
+from mxep.models.huggingface import MORE_TEMPLATES
 from mxep.train.data.chat import ChatTemplate
 from mxep.train.data.tokenizer import SETTINGS_FILES, TOKENIZER_FILE, ByteTokenizer, FileTokenizer
 
@@ -56,7 +57,9 @@ def publish_tokenizer(path: str | None, fingerprint: str, chat: bool = False) ->
     except ValueError:  # training needs none
         pad = None
     bos, eos = tokenizer.special_token("bos_token"), tokenizer.eos
-    found = {name: tokenizer.file.with_name(name) for name in (_CONFIG_FILE, *_COPIED)}
+    folder = tokenizer.file.parent
+    templates = (str(file.relative_to(folder)) for file in folder.glob(MORE_TEMPLATES))
+    found = {name: folder / name for name in (_CONFIG_FILE, *_COPIED, *templates)}
     described = read_json_object(found[_CONFIG_FILE], "tokenizer") if found[_CONFIG_FILE].exists() else {}
     named = {name: tokenizer.text_of(token) for name, token in (("eos_token", eos), ("bos_token", bos)) if token is not None}
     added = {name: text for name, text in {"tokenizer_class": _ANY_CLASS, **named}.items() if described.get(name) is None}
