@@ -262,6 +262,23 @@ def test_linear_layers_that_are_faster_in_mxfp8(monkeypatch: pytest.MonkeyPatch)
     assert "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj: linear, 64 -> 32 does not gain" in str(done)
 
 
+@pytest.mark.parametrize("own", ["class", "configuration"])
+def test_experts_that_transformers_leaves_out_are_converted(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' `set_experts_implementation` changes neither a class in a user's file nor experts with a configuration of their layer."""
+    model = model_of()
+    experts = [module for module in model.modules() if hasattr(module, "has_gate")]
+    if own == "class":
+        monkeypatch.setattr(type(model), "_can_set_experts_implementation_cached_value", False, raising=False)
+    else:
+        experts[1].config = copy.deepcopy(model.config)
+    before = [module.config._experts_implementation for module in experts]
+    done = transformers_5.accelerate(model, MX)
+    assert [what for what in done.converted.values() if what.startswith("experts")] == [f"experts, {MX}"] * 2
+    assert all(transformers_5.computes(module) for module in experts)
+    done.undo()
+    assert [module.config._experts_implementation for module in experts] == before
+
+
 def test_linear_layers_of_a_dense_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are converted by their full names: "experts", which are left, name none, and a short name is no part of a longer one."""
     config = transformers.LlamaConfig(
