@@ -264,7 +264,7 @@ def test_linear_layers_that_are_faster_in_mxfp8(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("own", ["class", "configuration"])
 def test_experts_that_transformers_leaves_out_are_converted(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' `set_experts_implementation` changes neither a class in a user's file nor experts with a configuration of their layer."""
+    """transformers' `set_experts_implementation` changes no class in a user's file, and no experts with a configuration of their layer."""
     model = model_of()
     experts = [module for module in model.modules() if hasattr(module, "has_gate")]
     if own == "class":
