@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noq
 
 from mxep.integrations import transformers_5, transformers_loss  # noqa: E402
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
-from mxep.parallel import MXLinear, quantize_base, unconvert  # noqa: E402
+from mxep.parallel import MXLinear, convert_experts, quantize_base, unconvert  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
 
 FAMILIES = {"Qwen3Moe": "self_attn", "Mixtral": "self_attn", "GptOss": "self_attn", "DeepseekV3": "o_proj"}  # linear layers to convert
@@ -358,6 +358,10 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=r"a model with converted modules, .* undo\(\)"):
             transformers_5.accelerate(model, MX)
         done.undo()
+    convert_experts(model, recipe=MX)
+    with pytest.raises(ValueError, match=r"a model with converted modules, .* mxep\.unconvert"):
+        transformers_5.accelerate(model, MX)
+    unconvert(model)
     for _ in range(2):  # linear layers that something else has restored
         done = transformers_5.accelerate(model, MX, linears="self_attn", experts=False, head=False, routers=False)
         assert unconvert(model)

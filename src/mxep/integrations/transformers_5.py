@@ -33,7 +33,7 @@ from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
-from mxep.parallel.conversion import shown_names
+from mxep.parallel.conversion import converted_recipe, shown_names
 from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
@@ -339,8 +339,12 @@ def accelerate(
     where, chosen, of_head = f"{__name__}.accelerate", resolve_recipe(recipe), resolve_recipe(head_recipe)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")
-    if is_loss_converted(model) or any(isinstance(module, MXLinear) or module in _accelerated for module in model.modules()):
-        raise ValueError(f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned")
+    converted = (isinstance(module, MXLinear) or module in _accelerated or converted_recipe(module) for module in model.modules())
+    if is_loss_converted(model) or any(converted):
+        raise ValueError(
+            f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned, or "
+            "mxep.unconvert"
+        )
     done = Acceleration()
     try:
         if experts:
