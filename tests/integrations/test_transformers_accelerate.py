@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noq
 
 from mxep.integrations import transformers_5, transformers_loss  # noqa: E402
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
-from mxep.parallel import MXLinear, quantize_base, unconvert  # noqa: E402
+from mxep.parallel import MXLinear, convert_experts, quantize_base, unconvert  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
 
 FAMILIES = {"Qwen3Moe": "self_attn", "Mixtral": "self_attn", "GptOss": "self_attn", "DeepseekV3": "o_proj"}  # linear layers to convert
@@ -262,6 +262,23 @@ def test_linear_layers_that_are_faster_in_mxfp8(monkeypatch: pytest.MonkeyPatch)
     assert "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj: linear, 64 -> 32 does not gain" in str(done)
 
 
+@pytest.mark.parametrize("own", ["class", "configuration"])
+def test_experts_that_transformers_leaves_out_are_converted(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' `set_experts_implementation` changes no class in a user's file, and no experts with a configuration of their layer."""
+    model = model_of()
+    experts = [module for module in model.modules() if hasattr(module, "has_gate")]
+    if own == "class":
+        monkeypatch.setattr(type(model), "_can_set_experts_implementation_cached_value", False, raising=False)
+    else:
+        experts[1].config = copy.deepcopy(model.config)
+    before = [module.config._experts_implementation for module in experts]
+    done = transformers_5.accelerate(model, MX)
+    assert [what for what in done.converted.values() if what.startswith("experts")] == [f"experts, {MX}"] * 2
+    assert all(transformers_5.computes(module) for module in experts)
+    done.undo()
+    assert [module.config._experts_implementation for module in experts] == before
+
+
 def test_linear_layers_of_a_dense_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are converted by their full names: "experts", which are left, name none, and a short name is no part of a longer one."""
     config = transformers.LlamaConfig(
@@ -341,6 +358,10 @@ def test_refused() -> None:
         with pytest.raises(ValueError, match=r"a model with converted modules, .* undo\(\)"):
             transformers_5.accelerate(model, MX)
         done.undo()
+    convert_experts(model, recipe=MX)
+    with pytest.raises(ValueError, match=r"a model with converted modules, .* mxep\.unconvert"):
+        transformers_5.accelerate(model, MX)
+    unconvert(model)
     for _ in range(2):  # linear layers that something else has restored
         done = transformers_5.accelerate(model, MX, linears="self_attn", experts=False, head=False, routers=False)
         assert unconvert(model)

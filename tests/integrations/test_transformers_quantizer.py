@@ -19,7 +19,7 @@ from mxep.mx import MXWeight, mxfp4_to_mxfp8
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 
-from tests.integrations.test_transformers_5 import ALL_ATTENTION, build
+from tests.integrations.test_transformers_5 import ALL_ATTENTION, COMMON, build
 from transformers import GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 from transformers.utils.quantization_config import Mxfp4Config
@@ -114,6 +114,21 @@ def test_saved_files(source: Any, save_as: str, tmp_path: Path, caplog: pytest.L
         assert not frozen(again)
         for name, weight in frozen(model).items():
             assert torch.equal(again.get_parameter(name), weight.dequantize())
+
+
+def test_weights_that_files_hold_joined_are_not_saved_in_mx(tmp_path: Path) -> None:
+    """LaraMini's files have one weight for four projections; their MX bytes were written so, and read as random weights."""
+    lara = pytest.importorskip("transformers.models.lara_mini", reason="a model of this form")
+    source = lara.LaraMiniForCausalLM(lara.LaraMiniConfig(**COMMON, num_experts=8)).to(torch.bfloat16)
+    source.save_pretrained(tmp_path / "source")
+    with raises_naming("save_as='mxfp8'", "linear_attn.in_proj_qkv.weight", "skip="):
+        load(type(source), tmp_path / "source", MXFP8Config(save_as="mxfp8"))
+    for config in (MXFP8Config(save_as="mxfp8", skip=["linear_attn.in_proj_*"]), MXFP8Config()):
+        model = load(type(source), tmp_path / "source", config)
+        model.save_pretrained(tmp_path / "saved")
+        for name, parameter in load(type(source), tmp_path / "saved").named_parameters():
+            want, got = (p.dequantize() if isinstance(p, MXWeight) else p for p in (model.get_parameter(name), parameter))
+            assert torch.equal(got, want), name
 
 
 def test_parts_of_a_model(tmp_path: Path) -> None:

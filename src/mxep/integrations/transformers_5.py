@@ -33,7 +33,7 @@ from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
-from mxep.parallel.conversion import shown_names
+from mxep.parallel.conversion import converted_recipe, shown_names
 from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
@@ -312,7 +312,7 @@ def accelerate(
     Args:
         model: with its weights, in bf16 or float32.
         recipe: of the experts' and linear layers' products; see `mxep.Recipe`.
-        experts: compute the routed experts by the recipe, as `register` and `set_experts_implementation` do.
+        experts: compute the routed experts by the recipe, as after `register` and `set_experts_implementation`.
         linears: "auto": the dense linear layers that gain by their shape (`mxep.parallel.linear_gains`); or names as in
             `mxep.convert_linears`, for layers of any shape in whole MX blocks; None: none.
         head: in training with `labels=` (by name), compute the loss from one chunk of logits at a time (`mxep.linear_cross_entropy`).  Such
@@ -339,8 +339,12 @@ def accelerate(
     where, chosen, of_head = f"{__name__}.accelerate", resolve_recipe(recipe), resolve_recipe(head_recipe)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")
-    if is_loss_converted(model) or any(isinstance(module, MXLinear) or module in _accelerated for module in model.modules()):
-        raise ValueError(f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned")
+    converted = (isinstance(module, MXLinear) or module in _accelerated or converted_recipe(module) for module in model.modules())
+    if is_loss_converted(model) or any(converted):
+        raise ValueError(
+            f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned, or "
+            "mxep.unconvert"
+        )
     done = Acceleration()
     try:
         if experts:
@@ -397,13 +401,15 @@ def _accelerate_experts(model: PreTrainedModel, recipe: Recipe, done: Accelerati
     if not found or reasons:
         done.left["experts"] = reasons[0] if reasons else "the model has none that transformers can switch"
         return
-    name, before = f"mxep_{recipe.name}", model.get_experts_implementation()
+    name = f"mxep_{recipe.name}"
     known = ExpertsInterface().get(name)
     if known is not None and known.keywords["recipe"] != recipe:
         raise ValueError(f"{__name__}.accelerate: another recipe is called {recipe.name!r} already; give this one a name of its own")
     register(recipe, name)
-    model.set_experts_implementation(name)
-    done._undo.append(functools.partial(model.set_experts_implementation, before))
+    # `set_experts_implementation` leaves out models of a class in a user's own file, and experts with a configuration of their layer.
+    for config in {id(module.config): module.config for module in found.values()}.values():
+        done._undo.append(functools.partial(setattr, config, "_experts_implementation", config._experts_implementation))
+        config._experts_implementation = name
     done.converted |= dict.fromkeys(found, f"experts, {recipe.name}")
 
 

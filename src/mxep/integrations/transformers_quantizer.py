@@ -28,6 +28,7 @@ from mxep.models.huggingface_files import holds_nan
 from mxep.mx.mxfp4 import mxfp4_to_mxfp8
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight import KeptForms, MXWeight
+from mxep.parallel.conversion import shown_names
 from mxep.parallel.frozen_base import base_weights, chosen_weights, freeze_weight, stored_transposed
 from mxep.placements import to_local
 
@@ -48,7 +49,7 @@ class MXFP8Config(QuantizationConfigMixin):
             only where this module is imported.
 
     Raises:
-        ValueError: another `save_as`.
+        ValueError: another `save_as`.  `from_pretrained` raises one for "mxfp8" and weights that a model's files hold joined with others.
 
     Examples:
         >>> from mxep.integrations.transformers_quantizer import MXFP8Config
@@ -151,6 +152,11 @@ class MXFP8Quantizer(HfQuantizer):
                 model._weight_conversions.remove(used)
         if self.quantization_config.save_as == "bf16":
             del model.config.quantization_config
+        elif rewritten := _rewritten_in_files(model):
+            raise ValueError(
+                f"{__name__}: save_as='mxfp8' with {shown_names(rewritten)}, which files of {type(model).__name__} hold joined with "
+                "others and which would not be found again as MX bytes, want save_as='bf16'; or leave them out with skip="
+            )
         return made
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -167,6 +173,13 @@ class MXFP8Quantizer(HfQuantizer):
             "save_pretrained writes %s", "MX bytes (MXFP8Config(save_as='mxfp8'))" if as_mx else f"{model.dtype}, dequantised from MX"
         )
         return state, {}
+
+
+def _rewritten_in_files(model: Any) -> list[str]:
+    """Frozen weights whose MX bytes `save_pretrained` would write under other names than their own."""
+    writers = [used.reverse_transform() for used in getattr(model, "_weight_conversions", ()) if isinstance(used, WeightConverter)]
+    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, MXWeight)]
+    return [name for name in names if any(writer.rename_source_key(f"{name}_qdata")[1] is not None for writer in writers)]
 
 
 class _Quantize(ConversionOps):
