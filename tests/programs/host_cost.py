@@ -251,7 +251,7 @@ def measure(device: torch.device) -> dict[str, dict[str, float]]:
 def print_profile(call: Call) -> None:
     """Functions by the time spent in them and in what they call."""
     with torch.autograd.set_multithreading_enabled(False):  # backward in this thread, on a GPU too
-        for _ in range(10):
+        for _ in range(20):  # backward is recorded once forward is replayed
             call()
         profiler = cProfile.Profile()
         profiler.enable()
