@@ -67,6 +67,18 @@ WRONG = {  # a user's line: mypy's code of the error
 }
 
 
+def run_mypy(cache: str, words: list[str], folder: Path) -> str:
+    """What mypy prints in that folder. Its cache of that name begins as a copy of the repository's, which knows torch by then."""
+    own, kept = ROOT / ".mypy_cache", ROOT / ".mypy_cache" / cache
+    if own.exists() and not kept.exists():
+        shutil.copytree(own, kept, ignore=shutil.ignore_patterns("user", "gpu"))
+    command = [sys.executable, "-m", "mypy", f"--cache-dir={kept}", *words]
+    environment = {**os.environ, "MYPYPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout
+
+
 def mypy_of(text: str, folder: Path) -> list[str]:
     """The lines that mypy prints about a user's file, with mypy's own settings as a user without a configuration has them.
 
@@ -76,14 +88,7 @@ def mypy_of(text: str, folder: Path) -> list[str]:
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
     untyped = [module for override in overrides if "ignore_missing_imports" in override for module in override["module"]]
     (folder / "mypy.ini").write_text("[mypy]\n" + "".join(f"[mypy-{module}]\nignore_missing_imports = True\n" for module in untyped))
-    own, user = ROOT / ".mypy_cache", ROOT / ".mypy_cache" / "user"
-    if own.exists() and not user.exists():
-        shutil.copytree(own, user, ignore=shutil.ignore_patterns("user"))
-    command = [sys.executable, "-m", "mypy", "--config-file=mypy.ini", f"--cache-dir={user}", "user.py"]
-    environment = {**os.environ, "MYPYPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    return done.stdout.splitlines()
+    return run_mypy("user", ["--config-file=mypy.ini", "user.py"], folder).splitlines()
 
 
 @pytest.mark.slow
@@ -112,21 +117,12 @@ def test_gpu_tests_call_what_exists(tmp_path: Path) -> None:
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.(multi_)?gpu\b", path.read_text())]
     planted = tmp_path / "planted.py"
     planted.write_text("from mxep.mx.tensor import no_name, MXTensor\nMXTensor(1)\nMXTensor(1, 2, shape=3)\n")
-    cache = ROOT / ".mypy_cache" / "gpu"
-    if cache.parent.exists() and not cache.exists():
-        shutil.copytree(cache.parent, cache, ignore=shutil.ignore_patterns("user", "gpu"))
-    options = [f"--cache-dir={cache}", "--explicit-package-bases"]
-    command = [sys.executable, "-m", "mypy", *options, str(planted), *map(str, marked)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 1, done.stdout + done.stderr
-    wrong = [
-        line
-        for line in done.stdout.splitlines()
-        if re.search(r"Missing (positional|named) arg|Unexpected keyword|Module \"mxep.*no attr", line)
-    ]
+    printed = run_mypy("gpu", ["--explicit-package-bases", str(planted), *map(str, marked)], ROOT)
+    seen = re.compile(r"Missing (positional|named) arg|Unexpected keyword|Module \"mxep.*no attr")
+    wrong = [line for line in printed.splitlines() if seen.search(line)]
     found = [line for line in wrong if "planted.py:" in line]
-    assert len(found) == 3, done.stdout
-    assert sorted(wrong) == sorted(found)
+    assert len(found) == 3, printed
+    assert wrong == found
 
 
 @pytest.mark.slow

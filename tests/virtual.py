@@ -168,12 +168,15 @@ class SharedMemory:
         return SymmBuffer(memory, self._threads.addresses_of_all(self._rank, memory))
 
 
-def alone(timeout_s: float = 20, slot_memory_bytes: int = 1 << 20) -> SymmetricTransport:
-    """One rank on the current GPU, with real streams and flags."""
-    device = torch.device("cuda", torch.cuda.current_device())
+def alone(timeout_s: float = 20, slot_memory_bytes: int = 1 << 20, device: str = "cuda") -> SymmetricTransport:
+    """One rank on the current GPU, with real streams and flags; or on a CPU."""
     rendezvous = HostAllGather(bytearray(rendezvous_bytes(1)), 0, 1, timeout_s)
-    memory = SharedMemory(0, ThreadBarrier(1, timeout_s), device, flags_on="cuda")
-    return SymmetricTransport(memory, rendezvous, CudaCopyStreams(device), device, timeout_s, slot_memory_bytes)
+    if device == "cpu":
+        where = torch.device(device)
+        return _over_the_host(SharedMemory(0, ThreadBarrier(1, timeout_s), where), rendezvous, where, timeout_s, slot_memory_bytes)
+    where = torch.device("cuda", torch.cuda.current_device())
+    memory = SharedMemory(0, ThreadBarrier(1, timeout_s), where, flags_on="cuda")
+    return SymmetricTransport(memory, rendezvous, CudaCopyStreams(where), where, timeout_s, slot_memory_bytes)
 
 
 def _over_the_host(

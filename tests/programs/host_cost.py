@@ -25,15 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.virtual import HostCopyStreams, SharedMemory, ThreadBarrier, alone
+from tests.virtual import alone
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import mxep
 import mxep.operators as operators
 from mxep.bench.timing import synchronize
-from mxep.comm.host_allgather import HostAllGather, rendezvous_bytes
-from mxep.comm.symmetric import SymmetricTransport
 from mxep.comm.transport import register
 from mxep.fused import autograd
 from mxep.mx.weight_cache import WeightCache
@@ -46,7 +44,6 @@ from mxep.train.state_precision import StatePrecision
 ROWS, D, N, H, EXPERTS, CHOICES = 64, 64, 128, 32, 8, 2
 _MULTIPROCESSORS = 132
 _RUNS = 100
-_TIMEOUT_S = 20
 _SYMMETRIC = "symmetric memory of one rank"
 Call = Callable[[], object]
 
@@ -107,15 +104,6 @@ def launch_nothing() -> None:
             library.impl(overload, operators._form(launcher, operator), "CPU", allow_override=True)
 
 
-def one_rank(device: torch.device) -> SymmetricTransport:
-    """Symmetric memory of one rank: its exchanges are those of several ranks, of which none waits for another."""
-    if device.type == "cuda":
-        return alone(_TIMEOUT_S)
-    rendezvous = HostAllGather(bytearray(rendezvous_bytes(1)), 0, 1, _TIMEOUT_S)
-    memory = SharedMemory(0, ThreadBarrier(1, _TIMEOUT_S), device)
-    return SymmetricTransport(memory, rendezvous, HostCopyStreams(device, _TIMEOUT_S, rendezvous.failure), device, _TIMEOUT_S)
-
-
 _libraries: list[torch.library.Library] = []  # an operator's form lives as long as the library that it came with
 
 
@@ -153,7 +141,7 @@ def calls(device: torch.device) -> dict[str, Call]:
 
         found[f"fused_experts {name} f+b"] = step(experts, values(ROWS, D), x, w1, w2)
 
-    register(_SYMMETRIC, one_rank(device))
+    register(_SYMMETRIC, alone(device=device.type))  # exchanges as those of several ranks, of which none waits for another
     for group, where in ((None, ""), (SimpleNamespace(group_name=_SYMMETRIC), ", exchanges over symmetric memory")):
         moe = mxep.FusedMoE(mxep.MoEConfig(D, H, EXPERTS, CHOICES), "mxfp8_wgrad_with_mx").to(device)
         moe.init_weights(0.05)

@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
-import torch.distributed.run
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from mxep.comm import close_transports, set_transport
 from mxep.device import default_backend
@@ -54,8 +52,11 @@ def run_torchrun() -> None:
     Its ranks do not inherit the pipe to that process.
     """
     watch_starter()
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.run import main
+
     try:
-        torch.distributed.run.main()
+        main()
     except SignalException as asked:
         sys.exit(128 + asked.sigval)
 

@@ -113,14 +113,12 @@ def agree_on_recompute(
         name: getattr(config, name)
         for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward", "cache_weights")
     }
-    options["force_balance"] = config.force_balance
     linears = linear_recipe(config)
     options["mx_linears"] = linears is not None and linears.wgrad == "mx" and config.linear_fqns != ""
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
     # Experts GEMM by GEMM, and experts that are not converted, keep what they keep in high precision.
     as_one = (config.fused_layer or config.fused_experts) and config.mx_fqns == TrainConfig.mx_fqns
-    choices = recompute_choices(
-        rank, shape, recipe if as_one else resolve_recipe("hp"), dims, settings.forward_tokens, dims.pp - stage, **options
-    )
+    recipe = recipe if as_one else resolve_recipe("hp")
+    choices = recompute_choices(rank, shape, recipe, dims, settings.forward_tokens, dims.pp - stage, config.force_balance, **options)
     found = gather_objects((stage, last_that_fits(choices, total_memory(device))))
     return choices[min(number for of, number in found if of == stage)]

@@ -208,7 +208,7 @@ def _read_jsonl(path: Path, rows: RowReader) -> Iterator[bytes]:
                 where = f"{path} line {number}"
                 try:
                     record = json.loads(line)
-                    if b"\\ud" in line.lower():  # perhaps half of a surrogate pair, which UTF-8 does not have
+                    if b"\\ud" in line or b"\\uD" in line:  # perhaps half of a surrogate pair, which UTF-8 does not have
                         record = json.loads(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
                 except (ValueError, RecursionError) as error:  # json rejects integers of more than 4300 digits and nesting near 1000
                     raise ValueError(f"data: {where} is not JSON that can be read: {error}") from error
