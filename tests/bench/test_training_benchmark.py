@@ -79,8 +79,8 @@ def test_parts_of_a_step() -> None:
     assert found == {"attention": 0.02, "dense GEMMs": 0.01, "exchange": 0.07, "other": 0.001, IDLE: 0.1}
     names = {
         "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange",
-        "fp8_grouped_mm": "expert GEMMs", "fp8_wgrad": "expert GEMMs", "nvjet_hsh_128x256": "dense GEMMs", "rebase_tokens": "MXFP8 passes",
-        "_activate_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer",
+        "fp8_grouped_mm": "grouped GEMMs", "fp8_wgrad": "grouped GEMMs", "nvjet_hsh_128x256": "dense GEMMs",
+        "rebase_tokens": "MXFP8 passes", "_activate_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention", "void cudnn::fusion::convert_dq_to_16bits": "attention",
         "Memset (Device)": "other",
     }  # fmt: skip

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 import mxep
 import mxep.operators as operators
 from mxep.bench.timing import synchronize
-from mxep.comm.transport import register
+from mxep.comm.transport import close_transports, register
 from mxep.fused import autograd
 from mxep.mx.weight_cache import WeightCache
 from mxep.parallel import MXLinear
@@ -257,11 +257,15 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if device.type == "cpu":
-        launch_nothing()
-    if options.profile is not None:
-        return print_profile(calls(device)[options.profile])
-    table = measure(device)
+    try:
+        if device.type == "cpu":
+            launch_nothing()
+        if options.profile is not None:
+            return print_profile(calls(device)[options.profile])
+        table = measure(device)
+    finally:
+        close_transports()
+        dist.destroy_process_group()
     if options.json:
         print(json.dumps(table))
         return

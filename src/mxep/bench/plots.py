@@ -188,6 +188,7 @@ def _training_title(record: Record) -> str:
     recomputed = {"none": "no"}.get(options["activation_checkpoint"], options["activation_checkpoint"])
     words = [record["model"]["name"], f"{recomputed} recomputation", routing_of(record), record_place(record)]
     words += ["MXFP8 linears and logits"] if options.get("output_recipe") else []
+    words += ["MXFP8 as a CUDA graph"] if "cuda_graph" in options else []
     return ", ".join(words)
 
 
