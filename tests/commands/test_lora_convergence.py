@@ -65,6 +65,10 @@ def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.Capt
     text.write_text(Path(doctest.__file__).read_text())
     assert main([*words, "--out", str(tmp_path / "pieces")]) == 2
     assert "--data: the text is another one than that of the runs in" in capsys.readouterr().err
+    plan = tmp_path / "pieces" / lora_convergence.PLAN_FILE
+    plan.write_text(plan.read_text()[:-9])
+    assert main([*words, "--out", str(plan.parent)]) == 2
+    assert f"--out: {plan}" in capsys.readouterr().err, "the error names the damaged file"
 
 
 def test_a_run_that_fails_in_its_process_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

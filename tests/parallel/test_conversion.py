@@ -152,7 +152,7 @@ def test_a_module_without_rows_times_experts_raises() -> None:
     net, x = nn.ModuleDict({"experts": Batched()}), torch.randn(128, 64).bfloat16()
     plain = net["experts"](x)
     convert_experts(net, "experts", "mxfp8_wgrad_with_hp")
-    with pytest.raises(ValueError, match=r"Batched called neither .* with 2-D rows and stacked 3-D weights, so nothing of it runs in MX"):
+    with pytest.raises(ValueError, match=r"Batched called neither .* with 2-D rows and stacked 3-D weights, so this conversion changes no"):
         net["experts"](x)
     convert_experts(net, "experts", "bf16")
     assert torch.equal(net["experts"](x), plain), "no part of it may run in MXFP8"

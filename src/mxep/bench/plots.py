@@ -211,7 +211,7 @@ def train_step(chosen: Sequence[Record], name: str, folder: Path, one_scale: boo
             axes.set_xlim(0, right)
     scales = "one scale" if one_scale else "each panel has its own scale"
     figure.axes[-1].set_xlabel(f"ms of a traced step on rank 0 ({scales}); exchange: only the exposed time")
-    figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
+    figure.legend(frameon=False, fontsize=8, ncols=8, columnspacing=1.4, loc="outside lower center")
     return _save(figure, name, folder)
 
 

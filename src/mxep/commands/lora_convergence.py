@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from mxep.bench.records import device_name, origin, write_records
 from mxep.commands.convergence import RunPool, SeedRun, arm_of, check_eval_every, check_positive, missing_for_verdict, say, without_folder
 from mxep.device import device_type_of, resolve_gemm_path
+from mxep.json_files import read_json_object
 from mxep.models.loss import IGNORE
 from mxep.recipe import Recipe
 from mxep.train.config import flag_of
@@ -99,7 +100,7 @@ def _runs(options: argparse.Namespace) -> list[SeedRun]:
 
 def _check_text(path: Path, fingerprint: str) -> None:
     """Keep the text's fingerprint in the plan. Raises ValueError if the runs there began with another text."""
-    kept = json.loads(path.read_text())
+    kept = read_json_object(path, "--out")
     if "fingerprint" not in kept:  # before other processes read the file
         path.write_text(json.dumps({**kept, "fingerprint": fingerprint}, indent=1) + "\n")
     elif kept["fingerprint"] != fingerprint:
@@ -150,7 +151,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     plan = {name: value for name, value in vars(options).items() if name not in _NOT_COMPARED}
     path = options.out / PLAN_FILE
     if path.exists():
-        kept = json.loads(path.read_text())
+        kept = read_json_object(path, "--out")
         if changed := [f"{name}={value}, want {kept.get(name)}" for name, value in plan.items() if kept.get(name) != value]:
             raise ValueError(f"{options.out} holds runs with other options: {'; '.join(changed)}; give those, or choose another --out")
         return options
