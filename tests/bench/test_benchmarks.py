@@ -258,6 +258,13 @@ def test_overview_shows_training_on_the_most_gpus_against_both_baselines() -> No
         f"| a training step, {what}, `mxfp8` | 4 x H200 | 6 ms | 5 ms | **1.20x** |  |",
         f"| a training step, {what}, `mxfp8_mx` | 4 x H200 | 6 ms | 4 ms | **1.50x** |  |",
     ]
+    larger = {**two, "model": {"name": "large"}}
+    assert report.summary([], [], [two, larger]).splitlines()[2:] == [
+        "| a training step, small | 2 x H200 | 8 ms | 4 ms | **2.00x** |  |",
+        "| a training step, large | 2 x H200 | 8 ms | 4 ms | **2.00x** |  |",
+        "",
+        f"The training steps: {what.removeprefix('small, ')}, `mxfp8`.",
+    ]
     assert report.overview([], [], [two], [], []).splitlines()[2:] == [f"| {what}, `mxfp8` | 2 x H200 | 4 ms | 8 ms | **2.00x** |  |  |"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -159,11 +160,18 @@ def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
     """
     alike = [record for record in trainings if "cuda_graph" not in record["options"]]
     rows = [[*row[:5], row[6]] for row in _speeds(layers, pipelines, of_newest) if not row[0].startswith(_FIVE_BLOCKS)]
-    for what, place, ms, bases in _training_steps(of_newest(of_most_ranks(alike))):
+    steps = _training_steps(of_newest(of_most_ranks(alike)))
+    options = {what.partition(", ")[2] for what, *_ in steps}
+    shared = options.pop() if len(options) == 1 else ""  # said once, below the table
+    for what, place, ms, bases in steps:
         base = min(filter(None, bases))
-        rows.append([f"a training step, {what}", place, f"{base:.0f} ms", f"{ms:.0f} ms", f"**{base / ms:.2f}x**", ""])
+        of = what.removesuffix(f", {shared}")
+        rows.append([f"a training step, {of}", place, f"{base:.0f} ms", f"{ms:.0f} ms", f"**{base / ms:.2f}x**", ""])
+    if not rows:
+        return ""
     columns = "bf16 over NCCL", "MXFP8", "speed-up", "bf16 over the same shared memory"
-    return markdown(["forward + backward, or a training step", "hardware", *columns], rows) if rows else ""
+    table = markdown(["forward + backward, or a training step", "hardware", *columns], rows)
+    return f"{table}\n\n" + textwrap.fill(f"The training steps: {shared}.", 140, break_on_hyphens=False) if shared else table
 
 
 def overview(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, *sanitized: Records) -> str:
