@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tests.ranks import run_ranks
 from tests.truth import raises_naming, sqnr
 from tests.user_experts import PublicExperts
@@ -181,6 +182,18 @@ def test_state_dict_to_and_copies() -> None:
     plain.load_state_dict(state)
     assert type(plain.wq.weight) is nn.Parameter
     assert torch.equal(plain.wq.weight, model.wq.weight.dequantize())
+
+
+def test_a_checkpoint_written_in_the_background_has_the_bytes(tmp_path: Path) -> None:
+    model, other = block(), block()
+    for parameter in other.parameters():
+        nn.init.ones_(parameter)
+    for each in (model, other):
+        mxep.quantize_base(each)
+    dcp.async_save(model.state_dict(), checkpoint_id=tmp_path).result()
+    dcp.load(other.state_dict(), checkpoint_id=tmp_path)
+    for name in FROZEN:
+        assert same_bytes(other.get_parameter(name), model.get_parameter(name))
 
 
 def test_a_model_that_never_exists_in_bf16() -> None:
