@@ -442,6 +442,7 @@ def test_views_of_whole_rows_write_into_the_weight(transposed: bool) -> None:
         "view": lambda w: w.view(2, 2, 64, 96).copy_(new.view(2, 2, 64, 96)),
         "squeeze": lambda w: w.unsqueeze(0).squeeze(0).copy_(new),
         "unflatten": lambda w: w.unflatten(0, (2, -1)).copy_(new.unflatten(0, (2, -1))),
+        "permute": lambda w: w.permute(0, 2, -2).copy_(new.permute(0, 2, 1)),
     }
     if not transposed:
         views["flatten"] = lambda w: w.flatten(0, 1).copy_(new.flatten(0, 1))
@@ -449,6 +450,8 @@ def test_views_of_whole_rows_write_into_the_weight(transposed: bool) -> None:
     for name, write in views.items():
         assert torch.equal(by_view(write), want.dequantize()), name
     assert type(want.flatten(1)) is torch.Tensor, "its blocks would be cut"
+    for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
+        assert torch.equal(want.permute(order), want.dequantize().permute(order)), order
     assert torch.equal(want.flatten(1), want.dequantize().flatten(1))
 
 
