@@ -270,6 +270,13 @@ def test_parameters_that_files_lack_and_shapes_that_differ(tmp_path: Path) -> No
             of_another_shape(tmp_path, **changes)
 
 
+def test_offloading_is_refused(source: Any, tmp_path: Path) -> None:
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu") | {"model.layers": "disk"}
+    with raises_naming("device_map offloads", "model.layers", "want it all on GPUs"):
+        load(type(source), tmp_path / "source", MXFP8Config(), device_map=places, offload_folder=str(tmp_path / "offloaded"))
+    assert frozen(load(type(source), tmp_path / "source", MXFP8Config(), device_map="cpu"))
+
+
 @pytest.mark.parametrize("unknown", ["modules_to_not_convert", "keep_dgrad"])
 def test_unknown_options(unknown: str) -> None:
     with pytest.raises(ValueError, match=f"{unknown} is unknown, want fqns, skip"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tests.ranks import run_ranks
 from tests.truth import raises_naming, sqnr
 from tests.user_experts import PublicExperts
@@ -181,6 +182,18 @@ def test_state_dict_to_and_copies() -> None:
     plain.load_state_dict(state)
     assert type(plain.wq.weight) is nn.Parameter
     assert torch.equal(plain.wq.weight, model.wq.weight.dequantize())
+
+
+def test_a_checkpoint_written_in_the_background_has_the_bytes(tmp_path: Path) -> None:
+    model, other = block(), block()
+    for parameter in other.parameters():
+        nn.init.ones_(parameter)
+    for each in (model, other):
+        mxep.quantize_base(each)
+    dcp.async_save(model.state_dict(), checkpoint_id=tmp_path).result()
+    dcp.load(other.state_dict(), checkpoint_id=tmp_path)
+    for name in FROZEN:
+        assert same_bytes(other.get_parameter(name), model.get_parameter(name))
 
 
 def test_a_model_that_never_exists_in_bf16() -> None:
@@ -429,6 +442,7 @@ def test_views_of_whole_rows_write_into_the_weight(transposed: bool) -> None:
         "view": lambda w: w.view(2, 2, 64, 96).copy_(new.view(2, 2, 64, 96)),
         "squeeze": lambda w: w.unsqueeze(0).squeeze(0).copy_(new),
         "unflatten": lambda w: w.unflatten(0, (2, -1)).copy_(new.unflatten(0, (2, -1))),
+        "permute": lambda w: w.permute(0, 2, -2).copy_(new.permute(0, 2, 1)),
     }
     if not transposed:
         views["flatten"] = lambda w: w.flatten(0, 1).copy_(new.flatten(0, 1))
@@ -436,6 +450,8 @@ def test_views_of_whole_rows_write_into_the_weight(transposed: bool) -> None:
     for name, write in views.items():
         assert torch.equal(by_view(write), want.dequantize()), name
     assert type(want.flatten(1)) is torch.Tensor, "its blocks would be cut"
+    for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)):
+        assert torch.equal(want.permute(order), want.dequantize().permute(order)), order
     assert torch.equal(want.flatten(1), want.dequantize().flatten(1))
 
 

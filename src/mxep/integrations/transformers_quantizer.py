@@ -115,6 +115,16 @@ class MXFP8Quantizer(HfQuantizer):
         self._chosen: set[str] = set()
         self._stacked: set[str] = set()
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raises ValueError for a part of the model that accelerate would offload: it makes parameters of its own of what it loads."""
+        places = {name: str(device) for name, device in device_map.items()} if isinstance(device_map, dict) else {}
+        offloaded = [name for name, device in places.items() if device in ("cpu", "disk")]
+        if offloaded and set(places.values()) != {"cpu"}:
+            raise ValueError(
+                f"{__name__}: device_map offloads {shown_names(offloaded)}, which weights in MX do not support, want it all on GPUs, "
+                "or on the CPU alone; give device_map a device, or take more GPUs"
+            )
+
     def is_serializable(self) -> bool:
         return True
 

@@ -224,10 +224,15 @@ def _kept_in_mx(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
             return None
         parts = (part.to(device or part.device, non_blocking=lazily, copy=True) for part in (qdata, scale))
         return weight._like(*parts, orig_dtype=dtype, kept=None if weight.kept is None else KeptForms())
-    if func in (aten.t.default, aten.transpose.int):
-        swapped = {-1, -2} if func is aten.t.default else {d - weight.dim() if d >= 0 else d for d in args[1:3]}
+    if func in (aten.t.default, aten.transpose.int, aten.permute.default):
+        dims = range(-weight.dim(), 0)
+        if func is aten.permute.default:
+            swapped = {d for d, given in zip(dims, args[1], strict=True) if dims[given] != d}
+        else:
+            swapped = {-1, -2} if func is aten.t.default else {dims[d] for d in args[1:3]}
         return weight._like(qdata, scale, transposed=not weight.transposed, kept=weight.kept) if swapped == {-1, -2} else None
-    if func is aten.empty_like.default and kwargs.get("dtype") in (None, weight.orig_dtype):
+    same_shape = func is aten.empty_like.default or (func is aten.new_empty.default and tuple(args[1]) == tuple(weight.shape))
+    if same_shape and kwargs.get("dtype") in (None, weight.orig_dtype):  # `dcp.async_save` fills the parts of a new one
         device = kwargs.get("device") or weight.device
         return weight._like(torch.empty_like(qdata, device=device), torch.empty_like(scale, device=device))
     if func in _ALONG:
