@@ -100,6 +100,9 @@ def test_tests_beyond_the_limit_of_their_file_are_ended(
     assert "not begun within 2 s: another one and 0 more" in printed
     assert "slow: 0 passed, 0 failed, None errors of memcheck" in printed
     assert "fast: 7 passed, 0 failed, 0 errors of memcheck" in printed
+    sanitize.main(["slow", "fast", "--jobs", "2", "--limit", "2"])
+    printed = capsys.readouterr().out
+    assert printed.index("fast: 7 passed") < printed.index("slow: 0 passed"), "a file's results do not wait for those of another"
 
 
 def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.CaptureFixture) -> None:

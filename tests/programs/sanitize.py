@@ -6,7 +6,7 @@ Wants a CUDA GPU, each test one, and compute-sanitizer (of CUDA 12.3 or newer) o
 Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that memory right after it belongs to no tensor; tests that
 capture graphs want torch's allocator and are left out, those of tensors beyond 2 GiB for their time.  The tool leaves torch's own kernels
 alone, of which references are made and which take most of the time.  Ends with status 1 unless every test passed without an error of the
-tool.  Each tool has its record; a run of some files adds to it, and it names those that no run has ended of.
+tool.  Each tool has its record; each file adds to it when its tests have ended, and it names those that no run has ended of.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,12 +195,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(given.jobs) as pool:
         parts = collect(given.files)
         turns = itertools.cycle(gpus())
-        runs = {}
+        runs: dict[Future[Found], str] = {}
+        ended: dict[str, list[Found]] = {name: [] for name in given.files}
         for name in given.files:
             limit = TimeLimit(given.limit)
-            runs[name] = [pool.submit(run_tests, tests, given.tool, more, limit, next(turns)) for tests in parts[name]]
-        for name, of_file in runs.items():
-            found[name] = result = together([run.result() for run in of_file])
+            runs |= {pool.submit(run_tests, tests, given.tool, more, limit, next(turns)): name for tests in parts[name]}
+        for run in as_completed(runs):
+            name = runs[run]
+            ended[name].append(run.result())
+            if len(ended[name]) < len(parts[name]):
+                continue
+            found[name] = result = together(ended[name])
             print(f"{name}: {result.passed} passed, {result.failed} failed, {result.errors} errors of {given.tool}", flush=True)
             if given.record:
                 print("wrote", keep(given.tool, device, found, command), flush=True)
