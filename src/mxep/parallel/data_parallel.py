@@ -150,15 +150,12 @@ def _check_groups(where: str, model: nn.Module, meshes: Meshes) -> None:
     for fqn, module in model.named_modules():
         kind, want = ("tp", meshes.tp) if isinstance(module, nn.Linear) else ("ep", meshes.ep)
         for name, parameter in module.named_parameters(fqn, recurse=False):
-            if isinstance(parameter, DTensor) and (got := _ranks(parameter.device_mesh)) != _ranks(want):
+            if isinstance(parameter, DTensor) and not torch.equal(parameter.device_mesh.mesh, want.mesh):
+                got = parameter.device_mesh.mesh.tolist()
                 raise ValueError(
-                    f"{where}: {name} is sharded over the ranks {got}, want those of meshes.{kind}, {_ranks(want)}; shard it over "
+                    f"{where}: {name} is sharded over the ranks {got}, want those of meshes.{kind}, {want.mesh.tolist()}; shard it over "
                     f"meshes.{kind}, or build the meshes with its degree"
                 )
-
-
-def _ranks(mesh: DeviceMesh) -> str:
-    return " x ".join(str(dist.get_process_group_ranks(group)) for group in mesh.get_all_groups())
 
 
 _steps = [0]  # of all optimizers
