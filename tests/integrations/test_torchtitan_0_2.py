@@ -44,7 +44,7 @@ TRAIN = {
     "local blocks": [*JOB, *SWITCH_ON, "--mxep.no-fused", "--training.steps=1", "--parallelism.expert_parallel_degree=1"],
 }
 FOUR = [*JOB, *SWITCH_ON, "--parallelism.data_parallel_shard_degree=2", "--activation_checkpoint.mode=none"]
-PIPELINE = [*FOUR, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=DualPipeV"]
+PIPELINE = [*FOUR, "--parallelism.pipeline_parallel_degree=2"]
 BUILD = {
     "one layer": [*FOUR, "--mxep.fqns=layers.2"],
     "no module": [*FOUR, "--mxep.fqns=expertz"],
@@ -52,8 +52,9 @@ BUILD = {
     "tensor": [*FOUR, "--parallelism.tensor_parallel_degree=2"],
     "expert tensor": [*FOUR, "--parallelism.tensor_parallel_degree=2", "--parallelism.expert_tensor_parallel_degree=2"],
     "deepep": [*FOUR, "--parallelism.expert_parallel_comm_backend=deepep"],
-    "overlap": [*PIPELINE, "--parallelism.pipeline_parallel_expert_parallel_overlap"],
-    "no overlap": [*PIPELINE, "--parallelism.no-pipeline_parallel_expert_parallel_overlap"],
+    "split": [*PIPELINE, "--parallelism.expert_parallel_degree=1", "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
+    "overlap": [*PIPELINE, "--parallelism.pipeline_parallel_schedule=DualPipeV"],
+    "pipeline": [*PIPELINE, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
 }
 SMALL = ["--of", "debugmodel", "--layers", "3", "--attention", "sdpa", "--batch", "1", "--seq-len", "64"]
 MEASURE = {f"measured {arm}": [*SMALL, "--arm", arm] for arm in ("bf16", "mxfp8_wgrad_with_hp")}
@@ -159,7 +160,8 @@ def test_named_layers_alone(results: dict) -> None:
         ("no recipe", "'fp7' is unknown"),
         ("expert tensor", "expert_tensor_parallel_degree=2, want 1"),
         ("deepep", "expert_parallel_comm_backend=deepep, want standard"),
-        ("overlap", "add --parallelism.no-pipeline_parallel_expert_parallel_overlap"),
+        ("split", "InterleavedZeroBubble splits backward"),
+        ("overlap", "DualPipeV splits backward"),
     ],
 )
 def test_unsupported_options_raise(results: dict, name: str, text: str) -> None:
@@ -169,7 +171,7 @@ def test_unsupported_options_raise(results: dict, name: str, text: str) -> None:
     assert result["recipes"] == {}
 
 
-@pytest.mark.parametrize("name", ["one layer", "no overlap"])
+@pytest.mark.parametrize("name", ["one layer", "pipeline"])
 def test_experts_that_another_style_sharded_do_not_run(results: dict, name: str) -> None:
     """Built, converted, and called without torchtitan's ExpertParallel."""
     assert results[name]["recipes"]

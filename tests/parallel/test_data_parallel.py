@@ -11,16 +11,27 @@ import torch
 from tests.ranks import run_ranks
 from tests.user_experts import CallingExperts, sqnr_db
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import MoE, MoEConfig, fuse_layers
 from mxep.mx import MXTensor
-from mxep.parallel import apply_ddp, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, parallelize_moe, quantize_base
+from mxep.parallel import (
+    ColumnShards,
+    ParallelDims,
+    apply_ddp,
+    apply_fsdp,
+    apply_mxfp8_expert_parallel,
+    build_meshes,
+    parallelize_moe,
+    quantize_base,
+)
 from mxep.parallel.data_parallel import reshard_once
 from mxep.train.optimizer import gradient_norm
 
@@ -190,6 +201,25 @@ def accumulate(ddp: DistributedDataParallel, steps: list[list[Tensor]], rank: in
         with ddp.no_sync():
             (factor * objective(ddp, ranks[rank], sum(map(len, ranks)))).backward()
     (factor * objective(ddp, last[rank], sum(map(len, last)))).backward()
+
+
+def shards_of_other_ranks(rank: int, world: int) -> None:
+    """Experts and a linear layer that this rank has alone, and meshes by which it shares them with the other rank."""
+    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "own"))["own"]
+    for degrees, kind in ((ParallelDims(ep=world), "ep"), (ParallelDims(tp=world), "tp")):
+        meshes, net = build_meshes(world, degrees, "cpu"), Net("hp")
+        if kind == "ep":
+            parallelize_moe(net.layers[1], alone)
+        else:
+            net.head = parallelize_module(nn.Linear(D, D, bias=False), alone, ColumnShards())
+        for apply in (apply_fsdp, apply_ddp) if kind == "ep" else (apply_fsdp,):
+            with pytest.raises(ValueError, match=rf"is sharded over the ranks \[{rank}\], want those of meshes.{kind}, \[0, 1\]"):
+                apply(net, meshes)
+
+
+def test_shards_of_other_ranks_than_those_of_the_meshes_are_refused() -> None:
+    """No rank would sum their gradients with those of the ranks that hold the same shard."""
+    run_ranks(shards_of_other_ranks, 2)
 
 
 def ddp_refuses(rank: int, world: int) -> None:

@@ -29,7 +29,6 @@ _INSTALL = "install mxep with its extra `torchtitan`, or torchtitan==0.2.2"
 require_torchtitan(__name__, "0.2", _INSTALL, "0.3: mxep.integrations.torchtitan_0_3")
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
-from torchtitan.distributed.dual_pipe_v import get_dual_pipe_v_flag  # noqa: E402
 from torchtitan.distributed.expert_parallel import ExpertParallel  # noqa: E402
 from torchtitan.models.moe.moe import GroupedExperts, MoE  # noqa: E402
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m  # noqa: E402
@@ -39,6 +38,7 @@ _log = logging.getLogger(__name__)
 CONVERTER = "mxep"
 _WHERE = f"torchtitan converter {CONVERTER!r}"
 _GPT_OSS = "torchtitan.models.gpt_oss.model.moe", "GptOssGroupedExperts"  # by name: importing it here would import its whole model
+_SPLIT_BACKWARD = "interleavedzerobubble", "zbvzerobubble", "dualpipev"  # torch.distributed.pipelining's schedules
 _SWITCH_ON = f"--job.custom_config_module={__name__} --model.converters={CONVERTER}"
 
 
@@ -68,7 +68,7 @@ class MXEPConverter:
 
     Raises:
         ValueError: names that match no experts, an unknown recipe, options without a section `mxep`, and what would take the exchange
-            past mxep without a word: DeepEP, expert tensor parallelism, DualPipeV.
+            past mxep without a word: DeepEP, expert tensor parallelism; pipeline schedules that split backward.
     """
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
@@ -79,6 +79,8 @@ class MXEPConverter:
         self.fqns = list(options.fqns)
         self.expert_parallel = parallel_dims.ep_enabled
         self.fused = options.fused and not parallel_dims.tp_enabled
+        if parallel_dims.pp_enabled:
+            _check_schedule(job_config.parallelism.pipeline_parallel_schedule)
         if self.expert_parallel:
             _check_parallelism(job_config, parallel_dims)
 
@@ -102,6 +104,15 @@ class MXEPConverter:
         """Nothing: weights are quantised where they are used."""
 
 
+def _check_schedule(schedule: str) -> None:
+    """Raise ValueError for a schedule that runs the gradients of inputs and of weights apart: torch cannot for functions in Python."""
+    if schedule.lower() in _SPLIT_BACKWARD:
+        raise ValueError(
+            f"{_WHERE}: --parallelism.pipeline_parallel_schedule={schedule} splits backward, which torch cannot do for mxep's autograd "
+            "functions, want one that does not; use 1F1B or Interleaved1F1B"
+        )
+
+
 def _check_parallelism(job_config: Any, parallel_dims: ParallelDims) -> None:
     """Raise ValueError for kinds of expert parallelism that do not go through torchtitan's `ExpertParallel`."""
     backend = job_config.parallelism.expert_parallel_comm_backend
@@ -111,11 +122,6 @@ def _check_parallelism(job_config: Any, parallel_dims: ParallelDims) -> None:
         raise ValueError(
             f"{_WHERE}: --parallelism.expert_tensor_parallel_degree={parallel_dims.etp}, want 1: routed experts are not split by tensor "
             "parallelism"
-        )
-    if get_dual_pipe_v_flag(job_config, parallel_dims):
-        raise ValueError(
-            f"{_WHERE}: schedule DualPipeV overlaps calls inside of torchtitan's exchange, which mxep's replaces; add "
-            "--parallelism.no-pipeline_parallel_expert_parallel_overlap"
         )
 
 

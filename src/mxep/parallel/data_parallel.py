@@ -57,7 +57,8 @@ def apply_fsdp(
         model.
 
     Raises:
-        ValueError: `blocks` that are no modules of the model; a parameter in two blocks.
+        ValueError: `blocks` that are no modules of the model; a parameter in two blocks; experts or linear layers that are sharded over
+            other ranks than those of `meshes`.
 
     Examples:
         >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
@@ -89,6 +90,7 @@ def apply_fsdp(
     if outside := set(blocks).difference(model.modules()):
         got = ", ".join(sorted(type(block).__name__ for block in outside))
         raise ValueError(f"apply_fsdp: blocks of {got} are no modules of the model, want some of model.modules(); pass those that it holds")
+    _check_groups("apply_fsdp", model, meshes)
     sharded = [module for module in model.modules() if _is_sharded(module)]
     rounds = param_dtype not in (None, torch.float32)
     routers = [module for module in model.modules() if rounds and isinstance(module, Router) and module.config.router_dtype == "fp32"]
@@ -140,6 +142,19 @@ def _check_one_block_each(blocks: Sequence[nn.Module], apart: set[nn.Parameter])
                 raise ValueError(
                     f"apply_fsdp: {name} is in two blocks, {kinds}, want it in one, since FSDP gathers and frees it with that alone; pass "
                     "the module that has it as a block as well"
+                )
+
+
+def _check_groups(where: str, model: nn.Module, meshes: Meshes) -> None:
+    """Raise ValueError for shards over other ranks than those of `meshes`: their gradients would be summed over the wrong ranks."""
+    for fqn, module in model.named_modules():
+        kind, want = ("tp", meshes.tp) if isinstance(module, nn.Linear) else ("ep", meshes.ep)
+        for name, parameter in module.named_parameters(fqn, recurse=False):
+            if isinstance(parameter, DTensor) and not torch.equal(parameter.device_mesh.mesh, want.mesh):
+                got = parameter.device_mesh.mesh.tolist()
+                raise ValueError(
+                    f"{where}: {name} is sharded over the ranks {got}, want those of meshes.{kind}, {want.mesh.tolist()}; shard it over "
+                    f"meshes.{kind}, or build the meshes with its degree"
                 )
 
 
@@ -238,7 +253,8 @@ def apply_ddp(model: nn.Module, meshes: Meshes) -> DistributedDataParallel:
         the wrapped model.
 
     Raises:
-        ValueError: EP-sharded experts with several EP groups, tensor shards, or replicas; those need `apply_fsdp`.
+        ValueError: EP-sharded experts with several EP groups, tensor shards, or replicas; those need `apply_fsdp`. Experts that are
+            sharded over other ranks than `meshes.ep`.
 
     Examples:
         >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
@@ -247,6 +263,7 @@ def apply_ddp(model: nn.Module, meshes: Meshes) -> DistributedDataParallel:
     """
     if meshes.degrees.tp > 1 or meshes.degrees.replicate > 1:
         raise ValueError(f"apply_ddp: tp={meshes.degrees.tp}, replicate={meshes.degrees.replicate}, want 1 of both; use apply_fsdp")
+    _check_groups("apply_ddp", model, meshes)
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if sharded and meshes.dp_mod_ep.size() > 1:
         raise ValueError(
