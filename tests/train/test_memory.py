@@ -249,6 +249,7 @@ def test_peaks_of_recorded_runs(world: int) -> None:
             recipe, modes = resolve_recipe(arm.split(",")[0]), step.get("recompute") or mode
             how = {"recompute": modes, "fused_layer": step["one_function"], "compile": options["compile"]}
             how["mx_linears"] = bool(step.get("linears")) and recipe.wgrad == "mx"
+            how["cuda_graph"] = step.get("cuda_graph", False)
             (peak,) = peak_memory(shape, recipe, ParallelDims(ep=world), world, tokens, precision, **how)
             most = 1.19 if recipe.gemm == "hp" and "keep_moe" in modes else 1.15
             taken, estimate = step["memory_gib"], peak.total / 2**30

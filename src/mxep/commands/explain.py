@@ -28,7 +28,7 @@ _QUANTIZED_BYTES = _BF16 + 2  # of a weight's value: read once, written for forw
 _MIB, _GIB = 2**20, 2**30
 _GIB_A_GB = 0.99  # that torch sees for each GB in the name of a GPU: 79.2 of an H100 with 80 GB, 139.8 of an H200 with 141
 # Options of `stage_peak`.
-_LAYERS = ("fused_layer", "keep_first_product", "cache_weights", "compile", "accumulate", "optimizer_in_backward")
+_LAYERS = ("fused_layer", "keep_first_product", "cache_weights", "compile", "accumulate", "optimizer_in_backward", "cuda_graph")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class ExplainConfig:
     """Memory with the quantised weights that `mxep train --cache-weights` keeps."""
     compile: bool = False
     """Memory with compiled layers, which keep less of dense and shared FFNs, as with `mxep train --compile`."""
+    cuda_graph: bool = False
+    """Memory of a step that is a CUDA graph, as with `mxep train --cuda-graph`."""
     optimizer: Literal["adamw", "adamw8bit", "adamw4bit"] = "adamw"
     """Memory with the moments of `mxep train --optimizer`."""
     dtype: Literal["float32", "bfloat16"] = "float32"

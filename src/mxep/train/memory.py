@@ -30,6 +30,7 @@ _FLOAT32, _BF16, _GB = 4, 2, 10**9
 _FLOAT32_STATE = StatePrecision()
 _LARGE = 2**30  # values of a parameter whose moments are quantised
 _UNUSED_SHARE = 0.03  # of the tensors' bytes: what torch's allocator reserves on top in measured runs
+_GRAPH_SHARE = 0.05  # and in a step that is a CUDA graph, whose pool eager steps cannot use
 _MOST_DOUBLINGS = 10
 
 
@@ -159,6 +160,7 @@ def stage_peak(
     accumulate: int = 1,
     optimizer_in_backward: bool = False,
     mx_linears: bool = False,
+    cuda_graph: bool = False,
 ) -> PeakMemory:
     """The peak of one rank.
 
@@ -167,7 +169,7 @@ def stage_peak(
         in_flight: microbatches whose forward a pipeline runs before the first backward.
         recompute: as in `mxep.parallel.recompute_blocks`, of all layers or of each: dense layers first, the last layer last.  No layer may
             keep more than a later one of its kind, or a peak between the two ends of backward would be missed.
-        fused_layer, keep_first_product, cache_weights, compile, accumulate, optimizer_in_backward: as in `mxep train`.
+        fused_layer, keep_first_product, cache_weights, compile, accumulate, optimizer_in_backward, cuda_graph: as in `mxep train`.
         mx_linears: attention's linear layers keep their inputs in MX, for wgrad "mx".
     """
     dense_first = [True] * rank.dense_layers + [False] * rank.moe_layers
@@ -205,7 +207,7 @@ def stage_peak(
         parts["kept"] + early_gradients + backward,  # backward of the last layer
         max(kept) + rank.gradients + backward,  # backward of the first layer
     )
-    return PeakMemory(rank, **parts, total=round((always + max(moments)) * (1 + _UNUSED_SHARE)))
+    return PeakMemory(rank, **parts, total=round((always + max(moments)) * (1 + _UNUSED_SHARE + _GRAPH_SHARE * cuda_graph)))
 
 
 def check_fits(

@@ -111,7 +111,7 @@ def agree_on_recompute(
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
     options: dict[str, Any] = {
         name: getattr(config, name)
-        for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward", "cache_weights")
+        for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward", "cache_weights", "cuda_graph")
     }
     linears = linear_recipe(config)
     options["mx_linears"] = linears is not None and linears.wgrad == "mx" and config.linear_fqns != ""
