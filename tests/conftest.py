@@ -129,8 +129,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Empties torch's cache after a large test: other processes run tests on the same GPU."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Empties torch's cache after a large test: other processes run tests on the same GPU. What a file has imported is frozen, too."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _KEPT_BYTES:
         torch.cuda.empty_cache()
 

@@ -18,6 +18,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.end_with_parent import end_with_parent
 
+# Imported once, then forked; matplotlib draws the losses of a whole training.
+_PRELOAD = ["tests.end_with_parent", "torch", "mxep.train.run", "pytest", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+
 
 class RankError(AssertionError):
     """A rank failed; the text is that rank's traceback."""
@@ -67,7 +70,7 @@ def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.end_with_parent", "torch", "mxep.train.run", "pytest"])  # imported once, then forked
+    context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="mxep-ranks-") as folder:
         ranks = [
             context.Process(target=_rank_main, args=(fn, rank, world_size, folder, timeout, backend, args, dict(os.environ)), daemon=True)

@@ -282,8 +282,12 @@ def host_facts_of(arms: Mapping[str, Arm], device: torch.device, batch: int) -> 
 
 
 def host_batches_us(call: Call, device: torch.device, batch: int) -> list[float]:
-    """Host microseconds of a call, by batch; a batch fits into the device's queue, so that the host never waits within it."""
+    """Host microseconds of a call, by batch; a batch fits into the device's queue, so that the host never waits within it.
+
+    On a CPU, which has no queue, each batch is one call.
+    """
     found = []
+    batch = batch if device.type == "cuda" else 1
     for _ in range(_BATCHES):
         synchronize(device)
         start = time.perf_counter()

@@ -20,13 +20,11 @@ _MANTISSA = 0x007FFFFF
 def _rceil_exponent(amax: torch.Tensor) -> torch.Tensor:
     """Biased e8m0 exponent ceil(log2(amax / 448)) of finite float32 amax, from the bits: exact, without a logarithm.
 
-    A quotient with an empty mantissa is a power of two already; in the subnormals the steps are 2^-127 (0x00400000 -> 0) and up.
+    A full mantissa is added, which carries into the exponent unless the quotient's mantissa is empty: that is a power of two already. In
+    the subnormals the steps are 2^-127 (0x00400000 -> 0) and up.
     """
     bits = (amax / E4M3_MAX).view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & _MANTISSA
-    normal = exponent + (mantissa > 0).int()
-    subnormal = (mantissa > 0x00400000).int()
-    return torch.where(exponent > 0, normal, subnormal)
+    return torch.where(bits > 0x00400000, (bits + _MANTISSA) >> 23, 0)
 
 
 def _floor_exponent(amax: torch.Tensor) -> torch.Tensor:
@@ -162,7 +160,7 @@ def check_records(where: str, x: torch.Tensor, records: torch.Tensor) -> None:
 def scale_to_float32(scale: torch.Tensor) -> torch.Tensor:
     """e8m0 bytes to float32, exactly: 2^(b - 127); 0 is the subnormal 2^-127, 0xFF is NaN."""
     bits = scale.view(torch.uint8).int()
-    value = torch.where(bits == 0, 0x00400000, bits << 23).view(torch.float32)
+    value = (bits << 23).clamp(min=0x00400000).view(torch.float32)
     return torch.where(bits == E8M0_NAN, torch.nan, value)
 
 
