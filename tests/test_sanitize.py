@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -100,9 +101,23 @@ def test_tests_beyond_the_limit_of_their_file_are_ended(
     assert "not begun within 2 s: another one and 0 more" in printed
     assert "slow: 0 passed, 0 failed, None errors of memcheck" in printed
     assert "fast: 7 passed, 0 failed, 0 errors of memcheck" in printed
-    sanitize.main(["slow", "fast", "--jobs", "2", "--limit", "2"])
-    printed = capsys.readouterr().out
-    assert printed.index("fast: 7 passed") < printed.index("slow: 0 passed"), "a file's results do not wait for those of another"
+
+
+def test_a_file_does_not_wait_for_another_one(sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its results are taken as soon as its own tests have ended: a run that is stopped has those."""
+    one_has_ended, together = threading.Event(), sanitize.together
+
+    def run_tests(tests: list[str], *_: object) -> object:
+        return sanitize.Found(7, 0, 0 if tests == ["quick"] or one_has_ended.wait(60) else None)
+
+    def taken(found: list) -> object:
+        one_has_ended.set()
+        return together(found)
+
+    monkeypatch.setattr(sanitize, "collect", lambda names: {"slow": [["a test"], ["another one"]], "fast": [["quick"]]})
+    monkeypatch.setattr(sanitize, "run_tests", run_tests)
+    monkeypatch.setattr(sanitize, "together", taken)
+    assert sanitize.main(["slow", "fast", "--jobs", "3"]) == 0
 
 
 def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.CaptureFixture) -> None:
