@@ -171,7 +171,8 @@ def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
         return ""
     columns = "bf16 over NCCL", "MXFP8", "speed-up", "bf16 over the same shared memory"
     table = markdown(["forward + backward, or a training step", "hardware", *columns], rows)
-    return f"{table}\n\n" + textwrap.fill(f"The training steps: {shared}.", 140, break_on_hyphens=False) if shared else table
+    note = textwrap.fill(f"The training steps: {shared}.", 140, break_on_hyphens=False)
+    return f"{table}\n\n{note}" if shared else table
 
 
 def overview(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, *sanitized: Records) -> str:

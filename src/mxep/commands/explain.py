@@ -27,8 +27,6 @@ _BF16_FLOPS, _FP8_FLOPS, _BANDWIDTH = 700e12, 1250e12, 4.2e12
 _QUANTIZED_BYTES = _BF16 + 2  # of a weight's value: read once, written for forward and for dgrad
 _MIB, _GIB = 2**20, 2**30
 _GIB_A_GB = 0.99  # that torch sees for each GB in the name of a GPU: 79.2 of an H100 with 80 GB, 139.8 of an H200 with 141
-# Options of `stage_peak`.
-_LAYERS = ("fused_layer", "keep_first_product", "cache_weights", "compile", "accumulate", "optimizer_in_backward", "cuda_graph")
 
 
 @dataclass(frozen=True)
@@ -352,12 +350,12 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
         ValueError: degrees that do not fit the ranks or the model.
     """
     from mxep.parallel import Recompute
-    from mxep.train.memory import peak_memory, rank_memory, ranks_that_fit
+    from mxep.train.memory import PEAK_OPTIONS, peak_memory, rank_memory, ranks_that_fit
     from mxep.train.recompute_budget import last_that_fits, recompute_choices
     from mxep.train.state_precision import StatePrecision
 
     plan = (model, recipe, config.dims, config.world, config.tokens)
-    layers: dict[str, Any] = {name: getattr(config, name) for name in _LAYERS}
+    layers: dict[str, Any] = {name: getattr(config, name) for name in PEAK_OPTIONS}
     precision = StatePrecision(config.optimizer, config.dtype)
     layers["mx_linears"] = recipe.wgrad == "mx" and None in linears.values()
     options = {**layers, "precision": precision}

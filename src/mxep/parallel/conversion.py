@@ -62,7 +62,8 @@ def _converted_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             f"convert_experts: the forward of {type(self).__name__} called neither torch._grouped_mm nor torch.nn.functional.grouped_mm "
             "with 2-D rows and stacked 3-D weights, so this conversion changes nothing of it; switch its grouped GEMM on (transformers: "
-            'set_experts_implementation("grouped_mm")), or leave it out, as where accelerate or "mxep" has switched it to MXFP8 already'
+            'set_experts_implementation("grouped_mm")), or leave it out; after accelerate, or with implementation "mxep", it is in MXFP8 '
+            "already"
         )
     return out
 

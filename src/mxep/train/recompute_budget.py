@@ -29,7 +29,7 @@ from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.build import state_precision
 from mxep.train.config import TrainConfig
 from mxep.train.linear_choice import linear_recipe
-from mxep.train.memory import PeakMemory, RankMemory, memory_of_rank, stage_peak
+from mxep.train.memory import PEAK_OPTIONS, PeakMemory, RankMemory, memory_of_rank, stage_peak
 from mxep.train.resolved_config import ResolvedConfig
 
 MARGIN = 0.1  # of the memory
@@ -109,10 +109,7 @@ def agree_on_recompute(
 ) -> RecomputeChoice:
     """The choice of this rank's pipeline stage: the one of its ranks' choices that keeps least. Every rank of the run must call this."""
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
-    options: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in ("fused_layer", "keep_first_product", "compile", "accumulate", "optimizer_in_backward", "cache_weights", "cuda_graph")
-    }
+    options: dict[str, Any] = {name: getattr(config, name) for name in PEAK_OPTIONS}
     linears = linear_recipe(config)
     options["mx_linears"] = linears is not None and linears.wgrad == "mx" and config.linear_fqns != ""
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
