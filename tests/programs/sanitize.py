@@ -144,7 +144,7 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeL
     """Results of some tests under the tool on one GPU; prints them, and the end of what the tool found at once."""
     start, left_s, which = time.monotonic(), limit.left_s(), f"{tests[0]} and {len(tests) - 1} more"
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
     command = [*sanitizer, "--kernel-name-exclude", _OF_LIBRARIES, sys.executable, "-m", "pytest", *SELECTED, *more, *tests]
     if not left_s:
         print(f"not begun within {limit.limit_s:g} s: {which}", flush=True)
