@@ -5,10 +5,12 @@ from __future__ import annotations
 import doctest
 import functools
 import importlib.util
+import itertools
 import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -31,7 +33,7 @@ def sanitize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     tool.write_text(f"#!{sys.executable}\nimport pathlib\nprint(pathlib.Path({str(tmp_path / 'says')!r}).read_text())\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(module, "MOST", 40)
+    monkeypatch.setattr(module, "MOST", 1)
     return module
 
 
@@ -52,22 +54,29 @@ def test_only_what_passed_without_errors_is_clean(
     sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, clean: bool
 ) -> None:
     (tmp_path / "says").write_text(says)
-    monkeypatch.setattr(sanitize, "collect", lambda names: {name: [["a test"], ["another one"]] for name in names})
+    monkeypatch.setattr(sanitize, "collect", lambda names: {name: ["a test", "another one"] for name in names})
     assert sanitize.main(["p2p", "expert_rows", "--jobs", "2"]) == (0 if clean else 1)
 
 
-def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the missing files; each tool has a record of its own."""
+@pytest.fixture
+def recorded(sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict]:
+    """The record of a tool on a GPU, in a folder of its own; the commit of a run is its command."""
     monkeypatch.setattr(sanitize, "RESULTS", tmp_path)
     monkeypatch.setattr(sanitize, "write_records", functools.partial(write_records, folder=tmp_path))
     monkeypatch.setattr(sanitize, "FILES", ("quantize", "p2p"))
     monkeypatch.setattr(sanitize, "origin", lambda command: {"commit": command})
+    return lambda tool="memcheck": json.loads((tmp_path / f"sanitizer_{tool}-h200-1.json").read_text())[0]
+
+
+def test_runs_of_some_files_add_up_to_a_record(
+    sanitize: ModuleType, recorded: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the missing files; each tool has a record of its own."""
     silent, skipped, ended = sanitize.Found(3, 0, None), sanitize.Found(0, 0, 0), sanitize.Found(4, 0, 0)
 
     def kept(found: dict, commit: str, tool: str = "memcheck") -> tuple[dict[str, str], list[str]]:
-        path = sanitize.keep(tool, "h200", found, commit)
-        assert path == tmp_path / f"sanitizer_{tool}-h200-1.json"
-        (record,) = json.loads(path.read_text())
+        sanitize.keep(tool, "h200", {name: [(["a test"], result)] for name, result in found.items()}, commit)
+        record = recorded(tool)
         assert all({**result, "commit": ""} == {**ended._asdict(), "commit": ""} for result in record["files"].values())
         return {name: result["commit"] for name, result in record["files"].items()}, record["missing"]
 
@@ -81,6 +90,40 @@ def test_runs_of_some_files_add_up_to_a_record(sanitize: ModuleType, tmp_path: P
     assert kept({"rows": ended}, "e") == ({"p2p": "c", "rows": "e"}, []), "a file that is no longer listed has no result"
 
 
+def test_runs_of_what_is_left_add_up_to_a_file(
+    sanitize: ModuleType, recorded: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of its three tests end in the first run; a second one runs the third, and the file that had no run."""
+    ran: list[str] = []
+
+    def run_tests(tests: list[str], *_: object) -> object:
+        ran.extend(tests)
+        return sanitize.Found(1, 0, None if tests == ["c"] and len(ran) <= 3 else 0)
+
+    monkeypatch.setattr(sanitize, "collect", lambda names: {name: {"quantize": ["a", "b", "c"], "p2p": ["d"]}[name] for name in names})
+    monkeypatch.setattr(sanitize, "run_tests", run_tests)
+    monkeypatch.setattr(sanitize, "device_name", lambda _: "h200")
+    assert sanitize.main(["quantize", "--record", "--jobs", "1"]) == 1
+    first = "python tests/programs/sanitize.py quantize --record --jobs 1"
+    assert recorded()["files"] == {"quantize": {"passed": 2, "failed": 0, "errors": 0, "commit": first, "left": ["c"]}}
+    assert recorded()["missing"] == ["quantize", "p2p"]
+    ran[:] = ["", "", ""]
+    assert sanitize.main(["quantize", "p2p", "--record", "--left", "--jobs", "1"]) == 0
+    second = "python tests/programs/sanitize.py quantize p2p --record --left --jobs 1"
+    assert ran[3:] == ["c", "d"], "each in a run of its own, as MOST says"
+    assert recorded()["files"]["quantize"] == {"passed": 3, "failed": 0, "errors": 0, "commit": f"{first}, {second}"}
+    assert recorded()["missing"] == []
+    assert sanitize.main(["quantize", "p2p", "--record", "--left"]) == 0
+    assert len(ran) == 5, "nothing is left"
+
+
+def test_tests_that_pytest_did_not_come_to_have_not_run(sanitize: ModuleType, tmp_path: Path) -> None:
+    """The tool has an error summary then too."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!{sys.executable}\nprint('9 skipped in 3.21s\\n========= ERROR SUMMARY: 0 errors')\nraise SystemExit(4)\n")
+    assert sanitize.run_tests(["a test"], "memcheck", [], sanitize.TimeLimit(60), "").errors is None
+
+
 def test_tests_beyond_the_limit_of_their_file_are_ended(
     sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -91,8 +134,7 @@ def test_tests_beyond_the_limit_of_their_file_are_ended(
         f"if 'quick' in sys.argv:\n    print('7 passed in 3.21s\\n========= ERROR SUMMARY: 0 errors')\n"
         f"else:\n    subprocess.run([sys.executable, '-c', {child!r}])\n"
     )
-    parts = {"slow": [["a test"], ["another one"]], "fast": [["quick"]]}
-    monkeypatch.setattr(sanitize, "collect", lambda names: {name: parts[name] for name in names})
+    monkeypatch.setattr(sanitize, "collect", lambda names: {"slow": ["a test", "another one"], "fast": ["quick"]})
     start = time.monotonic()
     assert sanitize.main(["slow", "fast", "--jobs", "1", "--limit", "2"]) == 1
     assert time.monotonic() - start < 60
@@ -114,7 +156,7 @@ def test_a_file_does_not_wait_for_another_one(sanitize: ModuleType, monkeypatch:
         one_has_ended.set()
         return together(found)
 
-    monkeypatch.setattr(sanitize, "collect", lambda names: {"slow": [["a test"], ["another one"]], "fast": [["quick"]]})
+    monkeypatch.setattr(sanitize, "collect", lambda names: {"slow": ["a test", "another one"], "fast": ["quick"]})
     monkeypatch.setattr(sanitize, "run_tests", run_tests)
     monkeypatch.setattr(sanitize, "together", taken)
     assert sanitize.main(["slow", "fast", "--jobs", "3"]) == 0
@@ -126,11 +168,9 @@ def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.Capture
     assert "a record is of whole files" in capsys.readouterr().err
 
 
-def test_every_test_is_in_one_part(sanitize: ModuleType) -> None:
-    parts = sanitize.collect(["expert_rows", "expert_chunks"])
-    tests = [test for of_file in parts.values() for part in of_file for test in part]
+def test_every_test_is_collected_once(sanitize: ModuleType) -> None:
+    tests = list(itertools.chain(*sanitize.collect(["expert_rows", "expert_chunks"]).values()))
     assert len(set(tests)) == len(tests) > 100
-    assert all(0 < len(part) <= 40 for of_file in parts.values() for part in of_file)
     assert not [test for test in tests if "graph" in test or "host_sync" in test]
     with pytest.raises(RuntimeError, match="tests could not be collected"):
         sanitize.collect(["nothing_of_that_name"])

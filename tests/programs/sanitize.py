@@ -6,7 +6,8 @@ Wants a CUDA GPU, each test one, and compute-sanitizer (of CUDA 12.3 or newer) o
 Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that memory right after it belongs to no tensor; tests that
 capture graphs want torch's allocator and are left out, those of tensors beyond 2 GiB for their time.  The tool leaves torch's own kernels
 alone, of which references are made and which take most of the time.  Ends with status 1 unless every test passed without an error of the
-tool.  Each tool has its record; each file adds to it when its tests have ended, and it names those that no run has ended of.
+tool.  Each tool has its record; each file adds to it when its tests have ended or its time is over, with the tests that are left then.
+`--left` runs those, and the files that have no result.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ LEFT_OUT = " and ".join(
     for tests in ("graph", "gib", "billion", "host_sync", "the_float32_product", "(functions_forms and dtype1 and not plain)")
 )
 SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)
-MOST = 12  # tests of one run under the tool, which makes them many times as slow
+MOST = 6  # tests of one run under the tool, which makes them many times as slow: racecheck takes up to 50 s for one
 _MOST_PRINTED = 6000  # characters of what a run printed
 _ERROR_STATUS = 86  # of compute-sanitizer, which pytest does not have
 _OF_LIBRARIES = "kns=at6native,kns=at_cuda_detail"  # in the mangled names of torch's kernels and of CUB's in it
@@ -68,11 +69,6 @@ class Found(NamedTuple):
     passed: int
     failed: int
     errors: int | None
-
-    @property
-    def ended(self) -> bool:
-        """Whether tests ran to the end."""
-        return self.errors is not None and self.passed + self.failed > 0
 
     @property
     def clean(self) -> bool:
@@ -108,15 +104,14 @@ def together(found: Sequence[Found]) -> Found:
     return Found(sum(part.passed for part in found), sum(part.failed for part in found), sum(known) if len(known) == len(errors) else None)
 
 
-def collect(names: Sequence[str]) -> dict[str, list[list[str]]]:
-    """The tests of these files by name of the file, in parts of at most `MOST`."""
+def collect(names: Sequence[str]) -> dict[str, list[str]]:
+    """The tests of these files by name of the file."""
     files = [f"tests/gpu/test_{name}.py" for name in names]
     done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", *SELECTED, *files], cwd=ROOT, capture_output=True, text=True)
     tests = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode or not tests:
         raise RuntimeError(f"sanitize: tests could not be collected:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
-    of_file = {name: [test for test in tests if test.startswith(f"{file}::")] for name, file in zip(names, files, strict=True)}
-    return {name: [mine[first : first + MOST] for first in range(0, len(mine), MOST)] for name, mine in of_file.items()}
+    return {name: [test for test in tests if test.startswith(f"{file}::")] for name, file in zip(names, files, strict=True)}
 
 
 def gpus() -> list[str]:
@@ -144,6 +139,7 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeL
     """Results of some tests under the tool on one GPU; prints them, and the end of what the tool found at once."""
     start, left_s, which = time.monotonic(), limit.left_s(), f"{tests[0]} and {len(tests) - 1} more"
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
+    sanitizer.append("--launch-timeout=120")  # of Python, which takes longer than the usual 10 s where all cores are busy
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
     command = [*sanitizer, "--kernel-name-exclude", _OF_LIBRARIES, sys.executable, "-m", "pytest", *SELECTED, *more, *tests]
     if not left_s:
@@ -159,6 +155,8 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeL
             print(f"not done within {limit.limit_s:g} s: {which}\n{printed[-_MOST_PRINTED:]}", flush=True)
             return Found(0, 0, None)
     found = read_output(printed)
+    if process.returncode not in (0, 1, _ERROR_STATUS):  # pytest did not come to its tests, or not to their end
+        found = found._replace(errors=None)
     print(f"{time.monotonic() - start:4.0f} s  {found}  {which}" + ("" if found.clean else f"\n{printed[-_MOST_PRINTED:]}"), flush=True)
     return found
 
@@ -169,12 +167,24 @@ def files_of(tool: str, device: str) -> dict[str, Any]:
     return json.loads(path.read_text())[0]["files"] if path.is_file() else {}
 
 
-def keep(tool: str, device: str, found: Mapping[str, Found], command: str) -> Path:
-    """The record with these files anew, each under the commit of its run. A file whose run did not end has no result, nor an older one."""
-    here = origin(command)
-    earlier = {name: result for name, result in files_of(tool, device).items() if name in FILES and name not in found}
-    files = earlier | {name: {**result._asdict(), "commit": here["commit"]} for name, result in found.items() if result.ended}
-    missing = [name for name in FILES if name not in files]
+def keep(tool: str, device: str, runs: Mapping[str, Sequence[tuple[Sequence[str], Found]]], command: str, more: bool = False) -> Path:
+    """The record with the runs of these files, of some tests each, under the commits of the runs.
+
+    What runs found adds to an earlier result (`more`) or takes its place. A run that did not end has no result: its tests are left.
+    """
+    here, earlier = origin(command), files_of(tool, device)
+    files = {name: result for name, result in earlier.items() if name in FILES and name not in runs}
+    for name, parts in runs.items():
+        ended = [found for _, found in parts if found.errors is not None]
+        left = [test for tests, found in parts if found.errors is None for test in tests]
+        commits = [here["commit"]] * bool(ended)
+        if more and name in earlier:
+            ended.append(Found(*(earlier[name][field] for field in Found._fields)))
+            commits = list(dict.fromkeys(earlier[name]["commit"].split(", ") + commits))
+        result = together(ended)
+        if result.passed + result.failed:
+            files[name] = {**result._asdict(), "commit": ", ".join(commits), **({"left": left} if left else {})}
+    missing = [name for name in FILES if "left" in files.get(name, {"left": None})]
     record = {"benchmark": f"sanitizer_{tool}", "device": device, "world_size": 1, "files": files, "missing": missing, **here}
     return write_records(record["benchmark"], device, 1, [record])
 
@@ -185,30 +195,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("--jobs", type=int, default=8, help="runs at a time, on all GPUs together")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one file, from the start of the first on")
+    parser.add_argument("--left", action="store_true", help="only tests without a result in the record, to which --record adds")
     parser.add_argument("--record", action="store_true", help=f"add what was found to {RESULTS}/sanitizer_TOOL-DEVICE-1.json")
     given, more = parser.parse_known_args(arguments)
     if given.record and more:
         parser.error(f"--record with {shlex.join(more)}: a record is of whole files; leave one of the two out")
-    device = device_name(torch.device("cuda", 0)) if given.record else ""
+    device = device_name(torch.device("cuda", 0)) if given.record or given.left else ""
     command = shlex.join(["python", "tests/programs/sanitize.py", *(sys.argv[1:] if arguments is None else arguments)])
     found: dict[str, Found] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
-        parts = collect(given.files)
-        turns = itertools.cycle(gpus())
-        runs: dict[Future[Found], str] = {}
-        ended: dict[str, list[Found]] = {name: [] for name in given.files}
-        for name in given.files:
+        tests_of, turns = collect(given.files), itertools.cycle(gpus())
+        if given.left:
+            earlier = files_of(given.tool, device)
+            tests_of = {
+                name: [test for test in tests if name not in earlier or test in earlier[name].get("left", ())]
+                for name, tests in tests_of.items()
+            }
+        runs: dict[Future[Found], tuple[str, list[str]]] = {}
+        ended: dict[str, list[tuple[list[str], Found]]] = {}
+        for name, tests in tests_of.items():
             limit = TimeLimit(given.limit)
-            runs |= {pool.submit(run_tests, tests, given.tool, more, limit, next(turns)): name for tests in parts[name]}
+            for part in (tests[first : first + MOST] for first in range(0, len(tests), MOST)):
+                runs[pool.submit(run_tests, part, given.tool, more, limit, next(turns))] = name, part
         for run in as_completed(runs):
-            name = runs[run]
-            ended[name].append(run.result())
-            if len(ended[name]) < len(parts[name]):
+            name, part = runs[run]
+            ended.setdefault(name, []).append((part, run.result()))
+            if sum(len(part) for part, _ in ended[name]) < len(tests_of[name]):
                 continue
-            found[name] = result = together(ended[name])
+            found[name] = result = together([result for _, result in ended[name]])
             print(f"{name}: {result.passed} passed, {result.failed} failed, {result.errors} errors of {given.tool}", flush=True)
             if given.record:
-                print("wrote", keep(given.tool, device, found, command), flush=True)
+                print("wrote", keep(given.tool, device, {name: ended[name]}, command, given.left), flush=True)
     return 0 if all(result.clean for result in found.values()) else 1
 
 

@@ -71,10 +71,10 @@ def gpu_tests_line(records: Records) -> str:
 
 def _commits(entries: Iterable[Mapping[str, Any]]) -> str:
     """
-    >>> _commits([{"commit": "a1"}, {"commit": "b2"}, {"commit": "a1"}])
-    'commits a1, b2'
+    >>> _commits([{"commit": "a1"}, {"commit": "b2"}, {"commit": "a1, c3"}])
+    'commits a1, b2, c3'
     """
-    names = list(dict.fromkeys(entry["commit"] for entry in entries))
+    names = list(dict.fromkeys(name for entry in entries for name in entry["commit"].split(", ")))
     return f"commit{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
@@ -83,11 +83,11 @@ def sanitizer_line(records: Records) -> str:
     runs: dict[str, list[str]] = {}
     for record in records:
         passed, failed, errors = (sum(found[kind] for found in record["files"].values()) for kind in ("passed", "failed", "errors"))
-        missing = record.get("missing")  # older records are whole
+        missing = record.get("missing", ())  # older records are whole
         runs.setdefault(record["benchmark"].removeprefix("sanitizer_"), []).append(
             f"{errors} errors in {passed} passed and {failed} failed tests on {device_title(record['device'])}\n"
             f"({_commits(record['files'].values())})"
-            + (f", without those of {len(missing)} of {len(missing) + len(record['files'])} files" if missing else "")
+            + (f", without some or all tests of {len(missing)} of {len({*missing, *record['files']})} files" if missing else "")
         )
     return "\n".join(f"The kernels' tests under compute-sanitizer {tool}: {'; '.join(found)}." for tool, found in runs.items())
 
