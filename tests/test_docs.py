@@ -193,10 +193,10 @@ def test_public_docstrings_can_be_rendered(package: str) -> None:
     module = importlib.import_module(package)
     for name in module.__all__:
         thing = getattr(module, name)
-        text = thing.__doc__ or ""
+        text = inspect.cleandoc(thing.__doc__ or "") + "\n"
         assert text.strip() or not (inspect.isclass(thing) or inspect.isfunction(thing)), f"{package}.{name} has no docstring"
         for section in re.findall(r"^ *(?:Args|Attributes):\n((?:^ +.*\n)+)", text, re.MULTILINE):
-            assert not re.search(r"  \w+(?:, \w+)*: ", section.lstrip().replace("\n        ", "\n")), (
+            assert not re.search(r"  \w+(?:, \w+)*: ", section.lstrip().replace("\n    ", "\n")), (
                 f"{package}.{name}: two parameters on one line"
             )
             assert not re.search(r"^ *\w+(?:, \w+)+: ", section, re.MULTILINE), f"{package}.{name}: one description of two parameters"

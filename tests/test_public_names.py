@@ -1,6 +1,7 @@
 """Programs written for mxep 0.1 work: every public name of c13768f still exists and takes the same parameters.
 
-public_names_0_1.json has the parameters of what users call; null for what they only receive, and for constants.
+public_names_0_1.json has the parameters of what users call; null for what they only receive, for constants, and for enums, whose parameters
+are Python's.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxep.ops.runtime import nvrtc, replay
+from mxep.ops.runtime import nvrtc, recording, replay
 from mxep.ops.runtime.nvrtc import Kernel
 from mxep.ops.runtime.replay import replayed
 
@@ -83,6 +83,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nvrtc, "_launch", lambda: double)
     monkeypatch.setattr(replay, "LaunchGraph", Graph)
     monkeypatch.setattr(replay, "fill_bytes", fill)
+    monkeypatch.setattr(recording, "_LEAST_ADDRESS", 1 << 22)  # a CPU has memory at lower addresses than a GPU
     graphs.clear()
     monkeypatch.setattr(nvrtc, "current_gpu", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)

@@ -55,7 +55,7 @@ def launch_nothing() -> None:
     from mxep import device
     from mxep.ops.grouped_gemm import wgrad
     from mxep.ops.quantize import columnwise
-    from mxep.ops.runtime import launch, nvrtc, replay
+    from mxep.ops.runtime import launch, nvrtc, recording, replay
 
     class Driver:
         def __getattr__(self, name: str) -> Callable[..., int]:
@@ -88,6 +88,7 @@ def launch_nothing() -> None:
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     autograd._replays = lambda options, device: options.group_name != _SYMMETRIC  # type: ignore[assignment]
     replay._runs_on = lambda device: True  # type: ignore[assignment]
+    recording._LEAST_ADDRESS = 1 << 22  # a CPU has memory at lower addresses than a GPU
     # CUDA's allocator gives a step the addresses of the one before, a CPU's does not.
     replay.itemgetter = lambda *slots: lambda addresses: None  # type: ignore[assignment, misc]
     replay.LaunchGraph = type("NoGraph", (), {"alive": 0, "__init__": lambda *given: None, "run": lambda *given: None})  # type: ignore[misc]

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -236,12 +237,13 @@ def test_a_pipe_whose_reader_has_gone(tmp_path: Path, text: str) -> None:
     assert read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints")).step == 6
 
 
-@pytest.mark.parametrize(("redirected", "reason"), [(">/dev/full 2>&1", "No space left"), (">&- 2>&-", "Bad file descriptor")])
+@pytest.mark.parametrize(("redirected", "reason"), [(">/dev/full 2>&1", "No space left"), (">&- 2>&-", "Bad file descriptor|it is closed")])
 def test_a_full_or_closed_stdout(tmp_path: Path, text: str, redirected: str, reason: str) -> None:
     done = subprocess.run(["sh", "-c", f'exec "$@" {redirected}', "sh", *command(text, tmp_path / "run", steps=3)], timeout=LIMIT_S)
     assert done.returncode == 0
     assert steps_of(tmp_path / "run") == [1, 2, 3]
-    assert [reason in why for _, why in lost(tmp_path / "run")] == [True]
+    ((_, why),) = lost(tmp_path / "run")
+    assert re.search(reason, why)
     check_whole(tmp_path / "run")
 
 

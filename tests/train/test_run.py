@@ -168,16 +168,19 @@ def test_experts_gemm_by_gemm_have_the_losses_of_fused_ones(tmp_path: Path, text
 
 
 def test_layers_as_one_function_have_the_losses_of_the_blocks(tmp_path: Path, text: str, one_rank: None) -> None:
-    """And resume from their checkpoint: the names are the same."""
-    options = {"data": (text,), "steps": 4}
+    """And resume from their checkpoint: the names are the same. In MXFP8 they round differently, and steps make more of the difference."""
+    options = {"data": (text,), "steps": 4, "recipe": "hp"}
     runs = [trainer(0, 1, str(tmp_path / str(fused)), **options, fused_layer=fused) for fused in (False, True)]
     assert [{type(moe) for moe in run.model.moe_layers()} for run in runs] == [{MoE}, {FusedMoE}]
     blocks, fused = ([done(run).loss for _ in range(2)] for run in runs)
-    assert fused == pytest.approx(blocks, rel=1e-3)
+    assert fused == pytest.approx(blocks, rel=1e-5)
     assert "as one function" in runs[1].describe()[0]
     runs[0].save()
     resumed = trainer(0, 1, str(tmp_path / "False"), **options, resume=True, fused_layer=True)
-    assert done(resumed).loss == pytest.approx(done(runs[0]).loss, rel=1e-3)
+    assert done(resumed).loss == pytest.approx(done(runs[0]).loss, rel=1e-5)
+    options["recipe"] = "mxfp8_wgrad_with_hp"
+    blocks, fused = (done(trainer(0, 1, str(tmp_path / f"mx{fused}"), **options, fused_layer=fused)).loss for fused in (False, True))
+    assert fused == pytest.approx(blocks, rel=1e-3)
 
 
 def test_checkpoints_of_something_else_are_refused(tmp_path: Path, text: str, one_rank: None) -> None:
