@@ -69,6 +69,19 @@ def test_links_exist(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: no file {target}"
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_linked_headings_exist(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", prose(page)):
+        target = page.parent / name if name else page
+        assert target.suffix != ".md" or anchor in anchors(target), f"{page.name}: {target.name} has no heading for #{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_named_files_exist(page: Path) -> None:
     for name in re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|toml|svg|cu))`", prose(page)):
