@@ -121,7 +121,7 @@ def help_of(command: str) -> str:
 
 def check_words(where: str, words: list[str]) -> None:
     """That `mxep WORDS` names a command and options of it."""
-    if not words or words[0].startswith("-") or not re.fullmatch(r"[a-z]+", words[0]):
+    if not words or words[0].startswith("-") or not re.fullmatch(r"[a-z][a-z-]*", words[0]):
         return
     assert words[0] in COMMANDS, f"{where}: there is no command mxep {words[0]}"
     own = words[1 : words.index("--")] if "--" in words else words[1:]
