@@ -69,6 +69,19 @@ def test_links_exist(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: no file {target}"
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_linked_headings_exist(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", prose(page)):
+        target = page.parent / name if name else page
+        assert target.suffix != ".md" or anchor in anchors(target), f"{page.name}: {target.name} has no heading for #{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_named_files_exist(page: Path) -> None:
     for name in re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|toml|svg|cu))`", prose(page)):
@@ -108,7 +121,7 @@ def help_of(command: str) -> str:
 
 def check_words(where: str, words: list[str]) -> None:
     """That `mxep WORDS` names a command and options of it."""
-    if not words or words[0].startswith("-") or not re.fullmatch(r"[a-z]+", words[0]):
+    if not words or words[0].startswith("-") or not re.fullmatch(r"[a-z][a-z-]*", words[0]):
         return
     assert words[0] in COMMANDS, f"{where}: there is no command mxep {words[0]}"
     own = words[1 : words.index("--")] if "--" in words else words[1:]

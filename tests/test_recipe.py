@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from enum import Enum
 
 import pytest
 
@@ -49,3 +50,16 @@ def test_misspelt_name_has_the_nearest(given: str, nearest: str) -> None:
 def test_combinations_that_contradict_themselves(change: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Recipe("mine", **change)
+
+
+class TheirMode(Enum):
+    """A part of torchao's `ScaleCalculationMode`, which is no string."""
+
+    RCEIL = "rceil"
+    EVEN = "even"
+
+
+def test_scaling_modes_of_torchao() -> None:
+    assert Recipe("mine", scaling_mode=TheirMode.RCEIL).scaling_mode is ScaleCalculationMode.RCEIL  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Recipe 'mine': scaling_mode=<TheirMode.EVEN.*want ScaleCalculationMode.FLOOR or RCEIL"):
+        Recipe("mine", scaling_mode=TheirMode.EVEN)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Literal, get_args
 
 from mxep.field_types import check_field_types
@@ -90,6 +90,9 @@ class Recipe:
     hp_below_rows: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.scaling_mode, Enum):  # torchao's has the same names
+            mode = scaling_mode_name(f"Recipe {self.name!r}", self.scaling_mode)
+            object.__setattr__(self, "scaling_mode", ScaleCalculationMode(mode))
         check_field_types(self, f"Recipe {self.name!r}")
         check_group_alignment(f"Recipe {self.name!r}", self.group_size_multiple_of)
         if self.hp_below_rows < 0:

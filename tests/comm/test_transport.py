@@ -50,8 +50,12 @@ def test_transport_by_name(group: str) -> None:
     assert set_transport("collective") == set_transport("auto", group) == "collective"
     with raises_naming("'nccl' is unknown", "'collective' or 'symmetric'"):
         set_transport("nccl")
+    with raises_naming("set_transport", "no process group named 'experts'", "pass group.group_name"):
+        set_transport("collective", "experts")
     with raises_naming("timeout_s=0", "more than 0"):
         set_transport("collective", timeout_s=0)
+    with raises_naming("timeout_s='60'", "want seconds"):
+        set_transport("collective", timeout_s="60")  # type: ignore[arg-type]
     with raises_naming("'symmetric' does not run", "needs CUDA GPUs", "cpu", "take 'collective'"):
         set_transport("symmetric")
     assert transport_of(group, CPU).name == "collective", "an error changes nothing"

@@ -292,15 +292,17 @@ def set_transport(
         the name of the transport that was taken.
 
     Raises:
-        ValueError: an unknown name, a time limit that is none, or symmetric memory that this group cannot have (says why).
+        ValueError: an unknown name or group, a time limit that is none, or symmetric memory that this group cannot have (says why).
 
     Examples:
         >>> mxep.set_transport("auto", timeout_s=60)  # gloo ranks on CPUs
         'collective'
     """
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"{_WHERE}: timeout_s={timeout_s}, want seconds, more than 0, or None for the group's own limit")
+    if timeout_s is not None and (not isinstance(timeout_s, int | float) or not timeout_s > 0):
+        raise ValueError(f"{_WHERE}: timeout_s={timeout_s!r}, want seconds, more than 0, or None for the group's own limit")
     group_name = group_name_of(_WHERE, group)
+    if group_name not in _of_groups:  # `register` takes names of no group
+        resolve_group(_WHERE, group_name)
     if device is None:
         on_gpu = default_device_type() == "cuda" and "cuda" in str(dist.get_backend_config(resolve_group(_WHERE, group_name)))
         device = "cuda" if on_gpu else "cpu"

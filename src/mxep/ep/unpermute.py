@@ -37,7 +37,7 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
 
     Args:
         input: (P, N), any N: the experts' output.
-        permuted_indices: (P,) int32, the row map that permute returned.
+        permuted_indices: (P,) int32 or int64, the row map that permute returned.
         padded_shape: Size([R+1, anything]) that permute returned; only R is read.
 
     Returns:
@@ -70,7 +70,7 @@ def unpermute_rows(input: torch.Tensor, permuted_indices: torch.Tensor, padded_s
             "with the row map of the permute that made these rows"
         )
     if permuted_indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"unpermute: permuted_indices is {permuted_indices.dtype}, want int32, the row map that permute returned")
+        raise ValueError(f"unpermute: permuted_indices is {permuted_indices.dtype}, want int32 or int64, the row map that permute returned")
     num_rows = padded_shape[0] - 1
     if values_checked(permuted_indices):  # host sync: only in checking mode
         _check_row_map(permuted_indices, num_rows, padded_shape)

@@ -239,7 +239,7 @@ def check_offsets(where: str, offs: torch.Tensor | None, num_groups: int, a: tor
     """END offsets as int32 (G,). Raises ValueError for a wrong shape or dtype; in checking mode also for wrong values (host sync)."""
     if not isinstance(offs, torch.Tensor) or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
         got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else "None" if offs is None else type(offs).__name__
-        raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32, the END row of every group on A's device")
+        raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32 or int64, the END row of every group on A's device")
     check_tensors(where, a.device, offs=offs)
     if values_checked(offs):
         ends = offs.tolist()  # host sync: only in checking mode

@@ -240,8 +240,9 @@ def global_router_loss(layers: Sequence[MoE], group: ProcessGroup | None = None)
 
     The frequencies count all tokens of all ranks of `group` in the training forwards since `reset_load`, which are the microbatches of this
     optimizer step so far.  They are the same on every rank; the scores that they weight are those of this rank's last forward (Megatron's
-    `global_aux_loss`; arXiv 2501.11873).  The mean over ranks and microbatches is the loss of the step.  A forward that is recomputed in
-    backward counts once.  There is one all-reduce for all layers: every rank of the group must call this after each forward.
+    `global_aux_loss`; arXiv 2501.11873).  The mean over ranks and microbatches is the loss of the step, if all have equally many tokens.  A
+    forward that is recomputed in backward counts once.  There is one all-reduce for all layers: every rank of the group must call
+    this after each forward.
 
     Args:
         layers: at least one, each after a training forward.

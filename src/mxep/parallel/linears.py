@@ -168,7 +168,8 @@ def convert_linears(
         the names of the converted layers.
 
     Raises:
-        ValueError: a name that matches no linear layer, nothing to convert, a layer whose widths are no multiples of 32.
+        ValueError: a name that matches no linear layer, nothing to convert, a layer whose widths are no multiples of 32, a recipe
+            in high precision where no layer is converted yet.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))

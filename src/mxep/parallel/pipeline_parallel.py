@@ -70,7 +70,7 @@ class Pipeline:
         extra_loss: of a stage's module after its forward, 0-dim, already divided; None for none.
 
     Raises:
-        ValueError: fewer microbatches than stages.
+        ValueError: fewer microbatches than stages; with "Interleaved1F1B" also a number of them that is no multiple of the ranks.
 
     Examples:
         >>> # Needs two ranks, one for each stage.

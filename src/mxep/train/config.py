@@ -251,7 +251,7 @@ class TrainConfig:
     fused_experts: bool = True
     """Run the experts as one function (MXFP8 GEMMs only): half the memory for backward; in bf16 the last bits differ."""
     fused_layer: bool = False
-    """Run each MoE layer as one function: a token is sent once to each rank instead of once per expert; sums round in another order."""
+    """Run each MoE layer as one function: a token is sent once to each rank instead of once per expert; numbers round differently."""
     keep_first_product: Literal["hp", "mxfp8"] = "hp"
     """Keep gate and up of each MoE layer with --fused-layer as they are, or in MXFP8: half the bytes, which backward reads rounded."""
     cache_weights: bool = False
