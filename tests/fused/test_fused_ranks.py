@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -269,14 +269,7 @@ def run_fsdp(rank: int, world: int) -> None:
     check_fsdp(rank, world)
 
 
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("one_rank")
 def test_a_group_of_one_rank() -> None:
     run_all(0, 1)
 

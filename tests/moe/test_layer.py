@@ -305,23 +305,20 @@ def test_counts_that_are_none_are_refused(counts: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])
+@pytest.mark.usefixtures("one_rank")
 def test_a_layer_with_a_group_is_copied_into_it_and_not_pickled(kind: type[MoE]) -> None:
     """torch.optim.swa_utils.AveragedModel copies a model; a group can be neither copied nor pickled."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        moe = kind(config(balance_loss=0.1), "hp")
-        moe.group = dist.group.WORLD
-        x = torch.randn(5, 64)
-        y = moe(x)
-        twin = copy.deepcopy(nn.ModuleDict({"moe": moe}))["moe"]
-        assert type(twin) is kind
-        assert twin.group is moe.group
-        assert twin.experts.w1 is not moe.experts.w1
-        assert torch.equal(twin(x), y)
-        with pytest.raises(ValueError, match=f"{kind.__name__}: .* want its state_dict"):
-            pickle.dumps(moe)
-    finally:
-        dist.destroy_process_group()
+    moe = kind(config(balance_loss=0.1), "hp")
+    moe.group = dist.group.WORLD
+    x = torch.randn(5, 64)
+    y = moe(x)
+    twin = copy.deepcopy(nn.ModuleDict({"moe": moe}))["moe"]
+    assert type(twin) is kind
+    assert twin.group is moe.group
+    assert twin.experts.w1 is not moe.experts.w1
+    assert torch.equal(twin(x), y)
+    with pytest.raises(ValueError, match=f"{kind.__name__}: .* want its state_dict"):
+        pickle.dumps(moe)
 
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])
