@@ -31,6 +31,7 @@ import torch.distributed as dist
 from tests.poison import POISON_FLOAT, poisoned_memory
 
 from mxep.bench.records import device_name, origin, write_beside
+from mxep.device import available_gemm_paths
 
 os.environ.setdefault("MXEP_CHECK", "1")
 # Under nohup SIGHUP is ignored, and every process that a test starts would inherit that: a trainer then rightly runs on without a terminal.
@@ -165,6 +166,14 @@ def nccl() -> Iterator[torch.device]:
     yield device
     torch.use_deterministic_algorithms(False)
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def hopper() -> None:
+    """Skips a test where the FP8 GEMMs do not run."""
+    reason = available_gemm_paths(torch.device("cuda"))["fp8"]
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture
