@@ -204,6 +204,7 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
         **place,
         "world_size": 2,
         "routing": "balanced",
+        "recipe": "mxfp8_wgrad_with_mx",
         "mxfp8_over": "symmetric",
         "arms": arms,
         "shape": {**dict.fromkeys("DHEC", 8), "T_global": 64},
@@ -227,7 +228,8 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
     assert "H200" not in report.summary([], [later, *layers], []), "the most recent record is shown"
     assert report.overview([], [], [], [], []) == report.summary([], [], []) == ""
     found = {"passed": 5, "failed": 0, "errors": 0, "commit": "abc"}
-    sanitized = {"benchmark": "sanitizer_memcheck", "device": "h200", "files": {"quantize": found, "p2p": {**found, "errors": 2}}}
+    files = {"quantize": found, "p2p": {**found, "errors": 2}}
+    sanitized = {"benchmark": "sanitizer_memcheck", "device": "h200", "files": files, "missing": []}
     raced = {"benchmark": "sanitizer_racecheck", "device": "h200", "files": {"quantize": found}, "missing": ["p2p", "loss"]}
     assert report.overview([], [], [], [], [], [sanitized], [raced]).splitlines() == [
         "The kernels' tests under compute-sanitizer memcheck: 2 errors in 10 passed and 0 failed tests on H200",
