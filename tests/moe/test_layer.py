@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.truth import sqnr
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,10 +25,6 @@ def config(**changes) -> MoEConfig:
 def make(recipe: str = "hp", seed: int = 0, **changes) -> MoE:
     torch.manual_seed(seed)
     return MoE(config(**changes), recipe)
-
-
-def sqnr_db(reference: Tensor, value: Tensor) -> float:
-    return (20 * torch.log10(reference.float().norm() / (reference.float() - value.float()).norm())).item()
 
 
 def dense(moe: MoE, x: Tensor) -> Tensor:
@@ -90,7 +87,7 @@ def test_mxfp8_layer_stays_near_bf16(recipe: str, floor_db: float) -> None:
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16())
         results.append([y, leaf.grad, moe.experts.w1.grad, moe.experts.w2.grad, moe.experts.w3.grad])
     for name, reference, value in zip(("o", "dx", "dw1", "dw2", "dw3"), *results, strict=True):
-        assert sqnr_db(reference, value) > floor_db, name
+        assert sqnr(reference, value) > floor_db, name
         assert not torch.equal(reference, value), name
 
 
