@@ -28,9 +28,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for each
 
 import torch
 import torch.distributed as dist
-import torch.utils._device
+from tests.poison import POISON_FLOAT, poisoned_memory
 
 from mxep.bench.records import device_name, origin, write_beside
+from mxep.device import available_gemm_paths
 
 os.environ.setdefault("MXEP_CHECK", "1")
 # Under nohup SIGHUP is ignored, and every process that a test starts would inherit that: a trainer then rightly runs on without a terminal.
@@ -43,7 +44,6 @@ if "MXEP_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
 
 _MOST_WORKERS = 8
 _KEPT_BYTES = 1 << 30
-_POISON_FLOAT, _POISON_INT = 0xFF, 0xA5  # bytes: NaN in every float format, no likely value of an integer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -139,25 +139,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` and `new_empty` are full of NaN (0xA5 bytes in integers), and so is GPU memory torch's C++ takes from the cache."""
-    torch.utils._device._device_constructors()  # cached by torch: without `empty` in it the default device would be ignored from then on
-
-    def poisoned(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def make(*args: object, **options: object) -> torch.Tensor:
-            out = empty(*args, **options)
-            if out.numel():
-                out.view(-1).view(torch.uint8).fill_(_POISON_FLOAT if out.dtype.is_floating_point else _POISON_INT)
-            return out
-
-        return make
-
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+def poison() -> Iterator[None]:
+    """`poisoned_memory`, and GPU memory that torch's C++ takes from the cache is full of NaN, too."""
     if torch.cuda.is_available():
-        large = torch.full((256 << 20,), _POISON_FLOAT, dtype=torch.uint8, device="cuda")
-        small = [torch.full((256 << 10,), _POISON_FLOAT, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        large = torch.full((256 << 20,), POISON_FLOAT, dtype=torch.uint8, device="cuda")
+        small = [torch.full((256 << 10,), POISON_FLOAT, dtype=torch.uint8, device="cuda") for _ in range(64)]
         del large, small
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture
@@ -177,6 +166,14 @@ def nccl() -> Iterator[torch.device]:
     yield device
     torch.use_deterministic_algorithms(False)
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def hopper() -> None:
+    """Skips a test where the FP8 GEMMs do not run."""
+    reason = available_gemm_paths(torch.device("cuda"))["fp8"]
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @pytest.fixture

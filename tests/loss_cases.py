@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from mxep.ops.cross_entropy.reference import IGNORE
 
 
-def labelled_rows(rows: int, words: int, dtype: torch.dtype, spread: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
+def labelled_rows(rows: int, words: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (rows, words) on the CPU and labels (rows,), every third of them IGNORE."""
     generator = torch.Generator().manual_seed(rows * 1000 + words)
-    logits = (torch.randn(rows, words, generator=generator, dtype=torch.float64) * spread).to(dtype)
+    logits = (torch.randn(rows, words, generator=generator, dtype=torch.float64) * 3).to(dtype)
     labels = torch.randint(words, (rows,), generator=generator)
     labels[2::3] = IGNORE
     return logits, labels

@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -51,6 +52,13 @@ def _rank_main(
         (Path(folder) / f"error{rank}.part").write_text(traceback.format_exc())
         (Path(folder) / f"error{rank}.part").rename(Path(folder) / f"error{rank}")
         os._exit(1)  # no clean-up: the other ranks may hang in a collective and are ended by the parent
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run_ranks(fn: Callable, world_size: int, *args: object, timeout: float = 120, backend: str | None = "gloo") -> list:

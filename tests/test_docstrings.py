@@ -1,4 +1,4 @@
-"""Every public function and class has an example in its docstring, and every example runs: on a CPU, in a process group of one rank."""
+"""Every public function and class has an example in its docstring, and all examples run: on a CPU, in a process group of one rank."""
 
 from __future__ import annotations
 
@@ -99,6 +99,19 @@ def test_example_runs(name: str, one_rank: None) -> None:
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
         result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append)
     assert result.failed == 0, "".join(said)
+
+
+def modules_with_examples() -> list[str]:
+    """Without adapters, whose libraries may be missing."""
+    files = [file.relative_to(ROOT / "src").with_suffix("") for file in (ROOT / "src").rglob("*.py") if ">>> " in file.read_text()]
+    return sorted(".".join(file.parts) for file in files if "integrations" not in file.parts)
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_of_a_module_run(name: str, one_rank: None) -> None:
+    """Those of functions that are not public, too."""
+    module, names = importlib.import_module(name), {"torch": torch, "mxep": mxep}
+    assert doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS).failed == 0
 
 
 def parameters_of(thing: Any) -> list[str]:

@@ -9,13 +9,12 @@ import json
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,12 +51,6 @@ def test_code_written_for_torchao_runs_with_other_imports(tmp_path: Path) -> Non
     # No GPU here: cuda reads as cpu, and the dimensions are small.
     program.write_text(migrated.replace("cuda", "cpu").replace("nccl", "gloo").replace("7168, 2048, 16, 131072", "64, 96, 4, 512"))
     assert run_ranks(run_as_main, 2, str(program), free_port(), backend=None) == [None, None]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_as_main(rank: int, world: int, program: str, port: int) -> None:

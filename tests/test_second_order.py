@@ -6,13 +6,12 @@ import ast
 import gc
 import importlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.distributed as dist
 from tests.derivative_cases import CASES, SYMMETRIC, Case, leaf, values
 from tests.truth import Saved
 from tests.virtual import run_virtual
@@ -270,10 +269,8 @@ def test_frozen_weights_keep_no_input(name: str, fused: bool) -> None:
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-    dist.destroy_process_group()
+def mesh(one_rank: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
 
 
 def test_second_derivatives_of_sharded_experts(mesh: DeviceMesh) -> None:

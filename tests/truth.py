@@ -40,6 +40,12 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
     assert torch.equal(raw(got), raw(want)), f"{what}: {(raw(got) != raw(want)).sum()} of {raw(want).numel()} bytes differ"
 
 
+def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
+    """The same for the results of a pipeline: its output, the gradient of its rows and that of its weight."""
+    for name, mine, truth in zip(("out", "dx", "dw"), got, want, strict=True):
+        assert_same(mine, truth, f"{what} {name}")
+
+
 def assert_same_mx(got: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, what: str = "") -> None:
     """An MXTensor standing for `dtype`, of exactly these (qdata, scale) bytes."""
     assert isinstance(got, MXTensor), f"{what}: {type(got)}"

@@ -18,7 +18,7 @@ from mxep.comm.copy_streams import WAIT, CudaCopyStreams, Operation
 from mxep.comm.host_allgather import ExchangeError, HostAllGather, rendezvous_bytes
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.comm.symmetric_memory import SymmBuffer
-from mxep.comm.transport import close_transports, register
+from mxep.comm.transport import close_transports, register, transport_of
 from mxep.ops.runtime.nvrtc import DriverFunction
 
 _numbers = itertools.count()
@@ -204,6 +204,13 @@ class VirtualGroup:
             yield me
         finally:
             close_transports(name)
+
+
+def symmetric(name: str) -> SymmetricTransport:
+    """The transport of a group of virtual ranks, on the default device."""
+    transport = transport_of(name, torch.get_default_device())
+    assert isinstance(transport, SymmetricTransport)
+    return transport
 
 
 def run_virtual(

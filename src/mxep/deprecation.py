@@ -8,13 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def warn_deprecated(old: str, new: str, since: str, stacklevel: int = 2) -> None:
-    """Warn that `old` is deprecated since version `since` and that `new` takes its place.
-
-    Args:
-        stacklevel: as in `warnings.warn`, counted from the function that calls this one; 2 names that function's caller.
-    """
-    warnings.warn(f"{old}: deprecated since mxep {since}, renamed to {new}; use that", DeprecationWarning, stacklevel=stacklevel + 1)
+def warn_deprecated(old: str, new: str, since: str) -> None:
+    """Warn the caller of the function that calls this one: `old` is deprecated since version `since`, and `new` takes its place."""
+    warnings.warn(f"{old}: deprecated since mxep {since}, renamed to {new}; use that", DeprecationWarning, stacklevel=3)
 
 
 def renamed_attributes(module: str, names: Mapping[str, str], since: str) -> Callable[[str], Any]:

@@ -152,7 +152,7 @@ def _a2a_over_shared_memory(rank: int, world: int, name: str) -> None:
     assert exchange.best[2] == name != exchange.there[2]
     assert exchange.check() is None
     ms = {arm: found.median_ms for arm, found in timing.time_arms(exchange.arms(CPU), CPU, FAST).items()}
-    figure = a2a.compute_figures(ms, *a2a.DISPATCH, world)["home_vs_peer_copy"]
+    figure = a2a.compute_figures(ms, *a2a.DISPATCH)["home_vs_peer_copy"]
     assert figure.value == ms["peer_copy"] / ms["home"]
     assert figure.target == a2a.DISPATCH_BACKWARD_TARGET
 

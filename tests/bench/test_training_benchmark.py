@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import os
 import re
@@ -67,7 +66,6 @@ def write_traces(folder: Path) -> None:
 
 
 def test_parts_of_a_step() -> None:
-    assert doctest.testmod(training).failed == 0
     assert training.step_parts([event("anything", 0, 5, "cpu_op")]) == {}
     overlapping = [
         event("ncclDevKernel_AllGather", 0, 100),
@@ -442,7 +440,6 @@ def test_utilisation_of_older_records_is_computed_from_their_speed() -> None:
     assert published.rows([record | {"device": "cpu"}]) == published.rows([record | {"routing": "the router's"}]) == others
     own = record | {"model": {"name": "my_model"}}
     assert training.utilizations(own, "bf16") == {"mfu": 0.5, "mfu_causal": None, "hfu": None}, "a model whose shape is not known"
-    assert doctest.testmod(published).failed == 0
 
 
 def test_the_tutorials_steps(tmp_path: Path) -> None:

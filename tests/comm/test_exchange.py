@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.test_symmetric import symmetric
-from tests.virtual import HostCopyStreams, run_virtual
+from tests.virtual import HostCopyStreams, run_virtual, symmetric
 
 from mxep.comm.copy_streams import REMOTE, WAIT, WRITE, Operation
 from mxep.comm.symmetric_memory import buffer_bytes

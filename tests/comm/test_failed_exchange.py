@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.comm.test_symmetric import symmetric
 from tests.streams import OverStreams, done, stub_the_driver
-from tests.virtual import run_virtual
+from tests.virtual import run_virtual, symmetric
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxep.comm import ExchangeError, close_transports, collective

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.test_symmetric import symmetric
 from tests.streams import OverStreams, done, stub_the_driver
-from tests.virtual import run_virtual
+from tests.virtual import run_virtual, symmetric
 
 from mxep.comm import ExchangeError
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.comm.test_symmetric import symmetric
-from tests.virtual import run_virtual
+from tests.virtual import run_virtual, symmetric
 
 from mxep.comm import symmetric_memory as growth
 

@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 import torch
 from tests.truth import KINDS, assert_same, exchange, make_case
-from tests.virtual import HostCopyStreams, run_virtual
+from tests.virtual import HostCopyStreams, run_virtual, symmetric
 
 from mxep import reference, to_mxfp8_a2a_dequant
-from mxep.comm import ExchangeError, transport_of
+from mxep.comm import ExchangeError
 from mxep.comm import slot_buffers as slotted
 from mxep.comm.copy_streams import SLOTTED, WAIT, WRITE, Operation
-from mxep.comm.symmetric import SymmetricTransport
 
 CPU = torch.device("cpu")
 SMALL = 640  # bytes of a slot: few rows
-
-
-def symmetric(name: str) -> SymmetricTransport:
-    transport = transport_of(name, CPU)
-    assert isinstance(transport, SymmetricTransport)
-    return transport
 
 
 def values_of(records: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,20 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.truth import KINDS, assert_same, exchange, make_case, raises_naming
-from tests.virtual import run_virtual
+from tests.virtual import run_virtual, symmetric
 
 from mxep import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd, reference
-from mxep.comm import ExchangeError, transport_of
-from mxep.comm.symmetric import SymmetricTransport
+from mxep.comm import ExchangeError
 
 CPU = torch.device("cpu")
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64)
-
-
-def symmetric(name: str) -> SymmetricTransport:
-    transport = transport_of(name, CPU)
-    assert isinstance(transport, SymmetricTransport)
-    return transport
 
 
 def every_routing(me: int, world: int, name: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import sysconfig
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -32,13 +30,6 @@ def metrics(end: float, steps: int = 20, every: int = 1) -> list[dict]:
         if step % every == 0:
             records.append({"kind": "held_out", "step": step, "loss": loss, "tokens": 64})
     return records
-
-
-@pytest.mark.parametrize("module", [convergence, markdown_tables])
-def test_examples(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 def test_means_ranges_and_verdicts_by_hand() -> None:

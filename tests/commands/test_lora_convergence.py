@@ -35,10 +35,6 @@ def make_base(folder: Path) -> Path:
     return folder
 
 
-def test_examples() -> None:
-    assert doctest.testmod(lora_convergence) == (0, 1)
-
-
 def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = tmp_path / "text.py"
     text.write_text("".join(path.read_text() for path in sorted(Path(json.__path__[0]).glob("*.py"))))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.truth import KINDS, Calls, Case, Saved, assert_same, make_case, raises_naming
+from tests.truth import KINDS, Calls, Case, Saved, assert_all_same, assert_same, make_case, raises_naming
 from torch.utils.checkpoint import checkpoint
 
 from mxep import (
@@ -71,11 +71,6 @@ def run(chain: Callable, case: Case, me: int, dtype: torch.dtype, group: Group, 
     out = chain(x, w, case, me, group, recipe, **options)
     out.backward(case.inputs(N, dtype, seed=5)[me])
     return [out.detach(), x.grad, w.grad]
-
-
-def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
-    for name, mine, truth in zip(("out", "dx", "dw"), got, want, strict=True):
-        assert_same(mine, truth, f"{what} {name}")
 
 
 def check_bits(me: int, world: int, group: Group) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.truth import raises_naming
 
 from mxep import ep_grouped_mm, quantize_mx
@@ -19,14 +17,7 @@ COUNTS = torch.tensor([5, 40])
 ROWS = 45
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_errors(group: None) -> None:
+def test_errors(one_rank: None) -> None:
     x, w = torch.randn(ROWS, D), torch.randn(L, N, D)
     good: dict[str, Any] = {
         "input": x, "weight": w, "input_splits": [ROWS], "output_splits": [ROWS], "num_tokens_per_expert": COUNTS,
@@ -69,7 +60,7 @@ def test_errors(group: None) -> None:
             pytest.fail(str(change))
 
 
-def test_hp_takes_any_width(group: None) -> None:
+def test_hp_takes_any_width(one_rank: None) -> None:
     x, w = torch.randn(ROWS, 50), torch.randn(L, 7, 50)
     out = ep_grouped_mm(x, w, [ROWS], [ROWS], COUNTS, recipe="bf16")
     torch.testing.assert_close(out, torch.cat([x[:5] @ w[0].t(), x[5:] @ w[1].t()]))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.truth import KINDS, Case, assert_same, make_case, raises_naming
-from tests.virtual import run_virtual
+from tests.truth import KINDS, Case, assert_all_same, assert_same, make_case, raises_naming
+from tests.virtual import run_virtual, symmetric
 from torch.utils.checkpoint import checkpoint
 
 from mxep import ep_grouped_mm
-from mxep.comm import register, transport_of
+from mxep.comm import register
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep import ep_grouped_mm_symmetric as overlapped
 from mxep.mx.weight_cache import CachedWeight, WeightCache
@@ -46,12 +46,6 @@ class Plain:
         pass
 
 
-def symmetric(name: str) -> SymmetricTransport:
-    transport = transport_of(name, CPU)
-    assert isinstance(transport, SymmetricTransport)
-    return transport
-
-
 def weights(rank: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 + rank)
     return (torch.randn(L, N, D, generator=generator) / D**0.5).to(dtype).requires_grad_()
@@ -66,11 +60,6 @@ def results(case: Case, me: int, name: str, recipe: Any = None, dtype: torch.dty
     x, w = case.inputs(D, dtype)[me].requires_grad_(), weights(me, dtype)
     out = call(x, w, case, me, name, recipe, **options)
     return [out.detach(), *torch.autograd.grad(out, (x, w), case.inputs(N, dtype, seed=5)[me])]
-
-
-def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
-    for name, mine, truth in zip(("out", "dx", "dw"), got, want, strict=True):
-        assert_same(mine, truth, f"{what} {name}")
 
 
 def bits(me: int, world: int, name: str) -> None:

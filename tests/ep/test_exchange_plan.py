@@ -72,27 +72,24 @@ def test_plans_of_groups(world: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("one_rank")
 def test_a_group_of_one_exchanges_nothing(recipe: str) -> None:
     """Outputs of its blocks may be changed in place: they are not the inputs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with Calls() as calls:
-            counts = torch.tensor([3, 0, 5])
-            plan = ExchangePlan.from_counts(counts, dist.group.WORLD)
-            assert (plan.group_name, plan.ep_degree, plan.input_splits, plan.output_splits) == ("", 1, [8], [8])
-            counts += 1
-            assert plan.num_tokens_per_expert_received.tolist() == [3, 0, 5]
-            for block in (dispatch, combine):
-                rows = torch.randn(8, 32, requires_grad=True)
-                out = block(rows, plan, resolve_recipe(recipe))
-                if isinstance(out, torch.Tensor) and not isinstance(out, MXTensor):
-                    out.mul_(2)
-                    out.sum().backward()
-                    assert rows.grad is not None
-                    torch.testing.assert_close(rows.grad, torch.full_like(rows, 2.0))
-        assert not calls
-    finally:
-        dist.destroy_process_group()
+    with Calls() as calls:
+        counts = torch.tensor([3, 0, 5])
+        plan = ExchangePlan.from_counts(counts, dist.group.WORLD)
+        assert (plan.group_name, plan.ep_degree, plan.input_splits, plan.output_splits) == ("", 1, [8], [8])
+        counts += 1
+        assert plan.num_tokens_per_expert_received.tolist() == [3, 0, 5]
+        for block in (dispatch, combine):
+            rows = torch.randn(8, 32, requires_grad=True)
+            out = block(rows, plan, resolve_recipe(recipe))
+            if isinstance(out, torch.Tensor) and not isinstance(out, MXTensor):
+                out.mul_(2)
+                out.sum().backward()
+                assert rows.grad is not None
+                torch.testing.assert_close(rows.grad, torch.full_like(rows, 2.0))
+    assert not calls
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.truth import Calls, Case, Saved, assert_same, make_case, sqnr
+from tests.truth import Calls, Case, Saved, assert_all_same, assert_same, make_case, sqnr
 from torch.utils.checkpoint import checkpoint
 
 from mxep import (
@@ -73,11 +73,6 @@ def run(chain: Callable, case: Case, me: int, dtype: torch.dtype, *args: Any, **
     out = chain(x, w, case, me, *args, **options)
     out.backward(case.inputs(N, dtype, seed=5)[me])
     return [out.detach(), x.grad, w.grad]
-
-
-def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
-    for name, mine, truth in zip(("out", "dx", "dw"), got, want, strict=True):
-        assert_same(mine, truth, f"{what} {name}")
 
 
 def check_accuracy(me: int, world: int, group: Group) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.moe_truth import C, D, E, draw, error, make, truth, walk
+from tests.poison import poisoned_memory
 from tests.ranks import run_ranks
 from tests.truth import Calls, assert_same, raises_naming
 from torch import Tensor
@@ -248,35 +249,17 @@ CHECKS: tuple[Callable[[int, int], None], ...] = (check_modes, check_wire, check
 
 
 def run_all(rank: int, world: int, checks: int = len(CHECKS)) -> None:
-    """Runs the first `checks` checks, with `torch.empty` filled with NaN."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **options: Any) -> Tensor:
-        out = empty(*args, **options)
-        if out.numel():
-            out.view(-1).view(torch.uint8).fill_(0xFF if out.dtype.is_floating_point else 0xA5)
-        return out
-
-    torch.empty = poisoned  # type: ignore[assignment]
-    try:
+    """Runs the first `checks` checks."""
+    with poisoned_memory():
         for check in CHECKS[:checks]:
             check(rank, world)
-    finally:
-        torch.empty = empty  # type: ignore[assignment]
 
 
 def run_fsdp(rank: int, world: int) -> None:
     check_fsdp(rank, world)
 
 
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("one_rank")
 def test_a_group_of_one_rank() -> None:
     run_all(0, 1)
 

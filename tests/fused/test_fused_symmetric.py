@@ -15,11 +15,11 @@ import torch
 from tests.fused.test_fused_ranks import KINDS, PAIRS, batch, layer
 from tests.moe_truth import ACTIVATIONS, C, D, E, H, draw, walk
 from tests.truth import assert_same, raises_naming
-from tests.virtual import run_virtual
+from tests.virtual import run_virtual, symmetric
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mxep.comm import ExchangeError, register, transport_of
+from mxep.comm import ExchangeError, register
 from mxep.comm.symmetric import SymmetricTransport
 from mxep.fused import collective_dispatcher, symmetric_dispatcher
 from mxep.fused.dispatcher import DispatchSpec
@@ -59,12 +59,6 @@ def gather_all(rows: Tensor, splits: Sequence[int], group_name: str) -> Tensor:
 @pytest.fixture(autouse=True)
 def gather_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_dispatcher, "gather_all_rows", gather_all)
-
-
-def symmetric(name: str) -> SymmetricTransport:
-    transport = transport_of(name, torch.get_default_device())
-    assert isinstance(transport, SymmetricTransport)
-    return transport
 
 
 def spread(moe: FusedMoE, me: int, world: int, name: str) -> FusedMoE:

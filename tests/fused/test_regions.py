@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 from types import SimpleNamespace
 
@@ -131,7 +130,3 @@ def test_a_dispatcher_for_backward_is_computed_from_topk_ids_and_scores() -> Non
                 assert torch.equal(made, part)
                 assert made.dtype == part.dtype
             assert again[8:] == dispatcher[8:]
-
-
-def test_the_example() -> None:
-    assert doctest.testmod(symmetric_dispatcher, extraglobs={"torch": torch}).failed == 0

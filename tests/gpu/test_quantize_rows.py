@@ -8,7 +8,6 @@ from tests.activation_cases import far_apart
 from tests.gpu.test_fp8_rebase import same
 from tests.mx_cases import MODES, quantizer_inputs
 
-from mxep.device import available_gemm_paths
 from mxep.grouped_mm import products
 from mxep.ops.grouped_gemm.hopper import quantize_rows as kernel
 from mxep.ops.grouped_gemm.hopper import rebase_reference as reference
@@ -17,16 +16,9 @@ from mxep.ops.runtime import tiles
 from mxep.parallel import MXLinear
 from mxep.recipe import Recipe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper", "poison")]
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 ROWS, WIDTHS = (1, 31, 129, 257), (32, 64, 96, 160, 512, 576, 1376, 2048, 2816, 4096, 7168, 10944, 14336)
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    reason = available_gemm_paths(torch.device("cuda"))["fp8"]
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def check(x: torch.Tensor, what: str, mode: str = "rceil", granularity: str = "auto") -> None:

@@ -7,20 +7,12 @@ import torch
 from tests.fp8_cases import E4M3, E8M0, mx_bytes
 from tests.gpu.test_fp8_rebase import same
 
-from mxep.device import available_gemm_paths
 from mxep.ops.grouped_gemm.hopper import quantize_weight as kernel
 from mxep.ops.grouped_gemm.hopper import rebase_reference as reference
 from mxep.ops.quantize.dequantize import dequantize
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 FORMS = [(True, True), (True, False), (False, True)]
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    reason = available_gemm_paths(torch.device("cuda"))["fp8"]
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def wild(G: int, R: int, C: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.activation_cases import far_apart
 
-from mxep.device import available_gemm_paths
 from mxep.ops.grouped_gemm.hopper import gemm, rows_gemm, rows_wgrad
 from mxep.ops.grouped_gemm.hopper.quantize_rows import quantize_rows
 from mxep.ops.grouped_gemm.hopper.quantize_weight import quantize_weight
@@ -17,16 +16,9 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, RebasedRow
 from mxep.ops.quantize.triton import quantize
 from mxep.ops.runtime import tiles
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper", "poison")]
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 WIDEST = tiles.QUANTIZE_ROWS_WIDEST
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    reason = available_gemm_paths(torch.device("cuda"))["fp8"]
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def groups(rows: int, count: int) -> torch.Tensor:

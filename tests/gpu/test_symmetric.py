@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from tests.by_hand import ByHand
-from tests.truth import KINDS, Case, assert_same, exchange, make_case, raises_naming
+from tests.truth import KINDS, Case, assert_all_same, assert_same, exchange, make_case, raises_naming
 from tests.virtual import alone, run_virtual
 
 from mxep import ep_grouped_mm, reference
@@ -65,11 +65,6 @@ def by_hand(me: int, world: int, name: str, case: Case, dtype: torch.dtype, reci
     d_x, d_w, *_ = BY_HAND.backward_of_last()(case.inputs(N, dtype, seed=5)[me].cuda())
     torch.cuda.current_stream().synchronize()
     return [out.detach(), d_x, d_w]
-
-
-def assert_all_same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
-    for name, mine, truth in zip(("out", "dx", "dw"), got, want, strict=True):
-        assert_same(mine, truth, f"{what} {name}")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

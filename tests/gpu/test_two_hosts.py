@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.test_nodes import clean_environment, free_port
+from tests.ranks import free_port
+from tests.train.test_nodes import clean_environment
 
 from mxep.train.metrics import read_metrics
 

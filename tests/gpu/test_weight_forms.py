@@ -6,20 +6,13 @@ import pytest
 import torch
 
 from mxep import MoE, MoEConfig
-from mxep.device import FP8_PATHS, available_gemm_paths
+from mxep.device import FP8_PATHS
 from mxep.grouped_mm.function import expert_mm
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import RECIPES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 RECIPE = RECIPES["mxfp8_wgrad_with_hp"]
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    reason = available_gemm_paths(torch.device("cuda"))["fp8"]
-    if reason is not None:
-        pytest.skip(reason)
 
 
 class Owner(torch.nn.Module):

@@ -37,8 +37,8 @@ def tokens_of(seed: int, rows: int = 2, length: int = 37) -> Tensor:
     return torch.randint(3, WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def labelled(seed: int = 0) -> dict[str, Tensor]:
-    tokens = tokens_of(seed)
+def labelled() -> dict[str, Tensor]:
+    tokens = tokens_of(0)
     labels = tokens.clone()
     labels[:, :5] = IGNORE
     return {"input_ids": tokens, "labels": labels}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 import json
 
 import pytest
 import torch
 
-from mxep.models import presets
 from mxep.models.families import build_model
 from mxep.models.presets import (
     LEGACY_MODELS,
@@ -95,7 +93,6 @@ def test_published_initialisation() -> None:
 def test_the_first_layers_of_a_preset() -> None:
     """Everything but their number and the sum that their balance losses make is the preset's, and the name says how many; all of them
     are the preset."""
-    assert doctest.testmod(presets).failed == 0
     whole = MODELS["dsv3_16b"]
     assert first_layers("dsv3_16b", whole, None) == first_layers("dsv3_16b", whole, 27) == ("dsv3_16b", whole)
     assert preset_of("dsv3_16b_of_8_layers") == "dsv3_16b"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.moe_truth import error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -56,10 +57,6 @@ def truth(module: Experts, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     y = torch.cat((*out, torch.zeros_like(parts[-1])))
     y.backward(dy.double())
     return dict(zip(NAMES, (y.detach(), x.grad, w1.grad, w2.grad, w3.grad), strict=True))
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.activation_cases import hidden
+from tests.moe_truth import error
 from tests.ranks import run_ranks
 from tests.truth import raises_naming
 from torch import Tensor
@@ -78,10 +79,6 @@ def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
         h = hidden(r @ own["w1"][e].T + own["b1"][e], up, module.activation, module.swiglu)
         out.append(h @ own["w2"][e].T + own["b2"][e])
     return grads(torch.cat((*out, torch.zeros_like(split[-1]))), (dy + 0).double(), x, *parts)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

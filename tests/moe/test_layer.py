@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.truth import sqnr
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,10 +25,6 @@ def config(**changes) -> MoEConfig:
 def make(recipe: str = "hp", seed: int = 0, **changes) -> MoE:
     torch.manual_seed(seed)
     return MoE(config(**changes), recipe)
-
-
-def sqnr_db(reference: Tensor, value: Tensor) -> float:
-    return (20 * torch.log10(reference.float().norm() / (reference.float() - value.float()).norm())).item()
 
 
 def dense(moe: MoE, x: Tensor) -> Tensor:
@@ -90,7 +87,7 @@ def test_mxfp8_layer_stays_near_bf16(recipe: str, floor_db: float) -> None:
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).bfloat16())
         results.append([y, leaf.grad, moe.experts.w1.grad, moe.experts.w2.grad, moe.experts.w3.grad])
     for name, reference, value in zip(("o", "dx", "dw1", "dw2", "dw3"), *results, strict=True):
-        assert sqnr_db(reference, value) > floor_db, name
+        assert sqnr(reference, value) > floor_db, name
         assert not torch.equal(reference, value), name
 
 
@@ -305,23 +302,20 @@ def test_counts_that_are_none_are_refused(counts: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])
+@pytest.mark.usefixtures("one_rank")
 def test_a_layer_with_a_group_is_copied_into_it_and_not_pickled(kind: type[MoE]) -> None:
     """torch.optim.swa_utils.AveragedModel copies a model; a group can be neither copied nor pickled."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        moe = kind(config(balance_loss=0.1), "hp")
-        moe.group = dist.group.WORLD
-        x = torch.randn(5, 64)
-        y = moe(x)
-        twin = copy.deepcopy(nn.ModuleDict({"moe": moe}))["moe"]
-        assert type(twin) is kind
-        assert twin.group is moe.group
-        assert twin.experts.w1 is not moe.experts.w1
-        assert torch.equal(twin(x), y)
-        with pytest.raises(ValueError, match=f"{kind.__name__}: .* want its state_dict"):
-            pickle.dumps(moe)
-    finally:
-        dist.destroy_process_group()
+    moe = kind(config(balance_loss=0.1), "hp")
+    moe.group = dist.group.WORLD
+    x = torch.randn(5, 64)
+    y = moe(x)
+    twin = copy.deepcopy(nn.ModuleDict({"moe": moe}))["moe"]
+    assert type(twin) is kind
+    assert twin.group is moe.group
+    assert twin.experts.w1 is not moe.experts.w1
+    assert torch.equal(twin(x), y)
+    with pytest.raises(ValueError, match=f"{kind.__name__}: .* want its state_dict"):
+        pickle.dumps(moe)
 
 
 @pytest.mark.parametrize("kind", [MoE, FusedMoE])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch import Tensor
 import mxep
 from mxep.moe import router
 from mxep.moe.router import RouterProduct, logits_backward, logits_of
-from mxep.ops.routing import router_reference
 from mxep.ops.routing.router_reference import bf16_parts
 
 
@@ -72,7 +69,6 @@ def test_the_bf16_product_and_its_gradients_are_in_the_tokens_dtype() -> None:
 
 
 def test_three_bf16_values_are_a_float32_value() -> None:
-    assert doctest.testmod(router, extraglobs={"mxep": mxep}).failed == doctest.testmod(router_reference).failed == 0
     value = torch.randn(1000) * torch.exp2(torch.randint(-60, 60, (1000,)))
     assert torch.equal(sum(part.double() for part in bf16_parts(value)), value.double())
     assert bf16_parts(value.bfloat16())[0].equal(value.bfloat16())

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from torch import Tensor
 
-from mxep.ops.optimizer import reference
 from mxep.ops.optimizer.codes import BLOCKS, CELLS, LOWEST_CELL, code_tables, nearest_codes, quantize
 from mxep.ops.optimizer.reference import check_adamw_step, random_bits, round_stochastically
 
 CPU = torch.device("cpu")
-
-
-def test_examples() -> None:
-    result = doctest.testmod(reference)
-    assert result.attempted
-    assert not result.failed
 
 
 def codes_by_table(numbers: Tensor, bits: int, signed: bool) -> Tensor:

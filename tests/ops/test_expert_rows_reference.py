@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -50,9 +48,3 @@ def test_errors() -> None:
     for sizes in ((0, 4, 16), (2, -1, 16), (2, 4, 7), (2, 4, 2**31)):
         with pytest.raises(ValueError, match=r"index_expert_rows: 8 ids of .*; want at least one expert"):
             reference.index_expert_rows(experts, *sizes)
-
-
-def test_the_example() -> None:
-    import mxep.ops.routing.index_reference as module
-
-    assert doctest.testmod(module).failed == 0

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.parallel.test_data_parallel import CONFIG, Net, batches, objective
 from tests.ranks import run_ranks
 from torch import Tensor
@@ -98,10 +96,8 @@ def test_experts_alone_equal_experts_under_fsdp() -> None:
 
 
 @pytest.fixture
-def meshes() -> Iterator[Meshes]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield build_meshes(1, 1, "cpu")
-    dist.destroy_process_group()
+def meshes(one_rank: None) -> Meshes:
+    return build_meshes(1, 1, "cpu")
 
 
 class WeightSizedResults(TorchDispatchMode):

@@ -27,10 +27,10 @@ class OneLayer(nn.Module):
         return checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
 
 
-def layer_with_near_ties(router_dtype: str, recipe: str = "hp") -> MoE:
+def layer_with_near_ties(router_dtype: str) -> MoE:
     """A float32 layer whose gate has rows that bf16 rounds to one."""
     torch.manual_seed(0)
-    moe = MoE(MoEConfig(D, 96, E, 3, renormalize=True, balance_loss=0.1, router_dtype=router_dtype), recipe)  # type: ignore[arg-type]
+    moe = MoE(MoEConfig(D, 96, E, 3, renormalize=True, balance_loss=0.1, router_dtype=router_dtype), "hp")  # type: ignore[arg-type]
     row = torch.randn(D).bfloat16().float()
     moe.router.gate.weight.data.copy_(row * (1 + torch.arange(E).roll(3)[:, None] * 2.0**-14))
     return moe

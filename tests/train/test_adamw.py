@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import pickle
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from mxep.ops.optimizer import adamw_step as adamw_launcher
 from mxep.ops.optimizer import reference as optimizer_reference
-from mxep.train import adamw, state_precision
+from mxep.train import adamw
 from mxep.train.adamw import AdamW
 from mxep.train.data.loader import Batch
 from mxep.train.loaded_model import load_model
@@ -34,13 +32,6 @@ SHAPES = {"matrix": (64, 128), "experts": (4, 64, 64), "narrow": (64, 96), "norm
 KINDS = [StatePrecision("adamw8bit"), StatePrecision("adamw4bit", "bfloat16"), StatePrecision("adamw", "bfloat16")]
 EIGHT_BIT = StatePrecision("adamw8bit", "bfloat16")
 THEIRS = {"adamw8bit": torchao.optim.AdamW8bit, "adamw4bit": torchao.optim.AdamW4bit, "adamw": torchao.optim._AdamW}
-
-
-@pytest.mark.parametrize("module", [adamw, state_precision])
-def test_examples(module: ModuleType) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 def parameters_of(dtype: torch.dtype) -> dict[str, nn.Parameter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import doctest
 import json
 from pathlib import Path
 
@@ -234,12 +233,6 @@ def test_degrees_that_do_not_fit_the_model() -> None:
         refusals(0, 4)
     finally:
         dist.destroy_process_group()
-
-
-def test_examples(one_rank: None) -> None:
-    result = doctest.testmod(build_module)
-    assert result.attempted
-    assert not result.failed
 
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager", "activation_checkpoint": "full"}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from pathlib import Path
 
 import pytest
 
-import mxep.train.metrics
 from mxep.bench.markdown_tables import run_table
 from mxep.train.compare import summarize
 from mxep.train.metrics import MetricsLog, plot_losses, read_metrics
@@ -40,11 +38,6 @@ def damaged(tmp_path: Path) -> Path:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([b'{"kind": "run", "step": 0}', step(1), *BAD, step(2), step(3), b'{"kind": "held_o']))
     return path
-
-
-def test_examples() -> None:
-    assert doctest.testmod(mxep.train.metrics).attempted
-    assert not doctest.testmod(mxep.train.metrics).failed
 
 
 def test_bad_lines_are_skipped_and_counted(damaged: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.ranks import free_port
 
 from mxep.train.checkpoint import read_manifest
 from mxep.train.metrics import read_metrics
@@ -30,12 +30,6 @@ printf '127.0.0.1\\n'
 sleep 0.3  # a reader that stops after the first line would break the second one's pipe
 printf '127.0.0.2\\n'
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def clean_environment() -> dict[str, str]:

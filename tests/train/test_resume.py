@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import doctest
 import itertools
 import json
 import subprocess
@@ -32,11 +31,6 @@ def other(tmp_path: Path) -> str:
     path = tmp_path / "other.py"
     path.write_text(Path(subprocess.__file__).read_text() + Path(csv.__file__).read_text())
     return str(path)
-
-
-def test_examples() -> None:
-    assert doctest.testmod(mxep.train.resume).attempted
-    assert not doctest.testmod(mxep.train.resume).failed
 
 
 def first_stage(out: Path, text: str, **options: Any) -> None:

@@ -28,11 +28,11 @@ from mxep.train.run_folder import list_checkpoints
 from mxep.train.trainer import Trainer
 
 
-def not_finite(run: Trainer, steps: Collection[int], value: float = math.nan) -> None:
-    """Let these steps have a gradient norm of that value. The gradients stay finite, so a step that is taken shows."""
+def not_finite(run: Trainer, steps: Collection[int]) -> None:
+    """Let these steps have a gradient norm that is NaN. The gradients stay finite, so a step that is taken shows."""
 
     def measured(*arguments: Any) -> torch.Tensor:
-        return gradient_norm(*arguments) * (value if run.step_count + 1 in steps else 1.0)
+        return gradient_norm(*arguments) * (math.nan if run.step_count + 1 in steps else 1.0)
 
     mxep.train.trainer.gradient_norm = measured  # type: ignore[assignment]
 

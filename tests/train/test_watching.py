@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import signal
 import time
@@ -35,12 +34,6 @@ from mxep.train.option_parser import read_options
 from mxep.train.rank_launcher import command
 from mxep.train.step import PendingStep, StepProfiler
 from mxep.train.trainer import Trainer
-
-
-@pytest.mark.parametrize("module", [mxep.train.compare, mxep.train.numerics])
-def test_examples_of(module) -> None:
-    assert doctest.testmod(module).attempted
-    assert not doctest.testmod(module).failed
 
 
 def test_codes_at_the_end_of_the_range() -> None:

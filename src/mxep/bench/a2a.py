@@ -116,7 +116,7 @@ class RowExchangeProblem:
         return problem
 
 
-def compute_figures(ms: Mapping[str, float], T: int, D: int, world: int) -> dict[str, Figure]:
+def compute_figures(ms: Mapping[str, float], T: int, D: int) -> dict[str, Figure]:
     """Ratios to bf16; forward and backward move the same bytes, so both have the same limit."""
     limit = max(ms["exchange"], ms["copy"])
     target = LARGEST_TARGET if (BATCHES[-1] * SEQUENCE, WIDTH) == (T, D) else 1.0
@@ -142,6 +142,6 @@ def cases(setting: Setting) -> Iterator[Case]:
             {"T": T, "D": D},
             exchange.arms(setting.device),
             exchange.check,
-            partial(compute_figures, T=T, D=D, world=setting.world),
+            partial(compute_figures, T=T, D=D),
             {"wire_bytes_vs_bf16": wire, "L": EXPERTS, "mxfp8_over": "symmetric" if shared else "collective"},
         )

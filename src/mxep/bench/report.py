@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mxep.bench import dense_linears
-from mxep.bench.layer import BASELINES, RECIPE
+from mxep.bench.layer import BASELINES
 from mxep.bench.markdown_tables import (
     TABLES,
     Records,
@@ -83,7 +83,7 @@ def sanitizer_line(records: Records) -> str:
     runs: dict[str, list[str]] = {}
     for record in records:
         passed, failed, errors = (sum(found[kind] for found in record["files"].values()) for kind in ("passed", "failed", "errors"))
-        missing = record.get("missing", ())  # older records are whole
+        missing = record["missing"]
         runs.setdefault(record["benchmark"].removeprefix("sanitizer_"), []).append(
             f"{errors} errors in {passed} passed and {failed} failed tests on {device_title(record['device'])}\n"
             f"({_commits(record['files'].values())})"
@@ -131,7 +131,7 @@ def _speeds(layers: Records, pipelines: Records, choose: Callable[[Records], Rec
     for record in choose(_largest(layers, "total_vs_nccl_bf16")):
         shape, ms = record["shape"], median_ms(record)
         what = f"a layer, {shape['T_global']} tokens, D {shape['D']}, H {shape['H']}, {shape['E']} experts, top {shape['C']}"
-        what += f", `{record.get('recipe', RECIPE)}`"
+        what += f", `{record['recipe']}`"
         shared = record["mxfp8_over"] == "symmetric"
         same_transport = f"{ms['bf16_total']:.1f} ms, **{ms['bf16_total'] / ms['mxfp8_total']:.2f}x**" if shared else ""
         add(what, record, min(ms[f"{arm}_total"] for arm in BASELINES), "mxfp8", "total_vs_nccl_bf16", True, same_transport)

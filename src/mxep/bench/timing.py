@@ -173,9 +173,7 @@ def _timed_run(arm: Arm, device: torch.device) -> tuple[list[Mark], list[float]]
     return marks, [*late, max(late)]
 
 
-def time_arms(
-    arms: Mapping[str, Arm], device: torch.device, rounds: Rounds | None = None, group: dist.ProcessGroup | None = None
-) -> dict[str, Timing]:
+def time_arms(arms: Mapping[str, Arm], device: torch.device, rounds: Rounds, group: dist.ProcessGroup | None = None) -> dict[str, Timing]:
     """Times all arms, interleaved.
 
     Args:
@@ -184,7 +182,6 @@ def time_arms(
     Returns:
         a `Timing` by the arm's name, for an arm of several stages by `<arm>_<stage>` and `<arm>_total`; ms, the maximum over ranks.
     """
-    rounds = rounds or Rounds()
     warm = {name: _warm_runs(arm, rounds.warm_ms, device, group) for name, arm in arms.items()}
     runs: dict[str, list[tuple[list[Mark], list[float]]]] = {name: [] for name in arms}
     for _ in range(rounds.count):

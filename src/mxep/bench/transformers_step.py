@@ -91,7 +91,7 @@ class StepProblem:
         self.agreement: dict[str, dict[str, float]] = {}
         arms = sorted((*BF16, *OURS), key=lambda arm: arm.endswith("compiled"))
         self.forwards = {arm: forward for arm in arms if (forward := self._forward(arm)) is not None}
-        self.timed = {arm: self.stages(arm) for arm in self.forwards}
+        self.timed: dict[str, Arm] = {arm: {"": partial(self._step, arm)} for arm in self.forwards}
         self.arms: dict[str, Arm] = {}
         self.of_limit: list[Stage] = []  # the limit's products, with their operands
 
@@ -121,10 +121,6 @@ class StepProblem:
             return loss
 
         return forward
-
-    def stages(self, arm: str) -> Arm:
-        """The step of an arm."""
-        return {"": partial(self._step, arm)}
 
     def _step(self, arm: str) -> None:
         self.forwards[arm]().backward()

@@ -176,8 +176,8 @@ def clipping_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
         () float32, 1 or more; None without clipping.
 
     Examples:
-        >>> clipping_divisor(torch.tensor(5.0), max_norm=2.5).item(), clipping_divisor(torch.tensor(2.0), max_norm=2.5).item()
-        (2.0, 1.0)
+        >>> [round(clipping_divisor(torch.tensor(norm), max_norm=2.5).item(), 3) for norm in (5.0, 2.0)]
+        [2.0, 1.0]
     """
     return ((norm + _CLIP_EPS) / max_norm).clamp(min=1.0).float() if max_norm > 0 else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -298,9 +297,9 @@ def routed_as_asked(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
     """The model's shape with the given `ROUTER_OPTIONS`; with --init-from the router has the family's published precision."""
     published = {} if config.init_from is None else {"router_dtype": published_router_dtype(shape)}
     given = {name: getattr(config, name) for name in ROUTER_OPTIONS if getattr(config, name) is not None}
-    return dataclasses.replace(shape, **{**published, **given})
+    return replace(shape, **{**published, **given})
 
 
 def keep_model(config: TrainConfig, settings: ResolvedConfig) -> TrainConfig:
     """The options with the chosen model's shape, so that a run resumes with it even if files or presets change."""
-    return dataclasses.replace(config, shape=settings.choice.to_json(), yarn="on" if settings.yarn else "off")
+    return replace(config, shape=settings.choice.to_json(), yarn="on" if settings.yarn else "off")

@@ -104,12 +104,12 @@ def set_aside_newer(out: Path, step: int) -> Iterator[str]:
         yield f"{path} is newer than step {step}, from which the run resumes; it was moved to {set_aside(path)}"
 
 
-def newest_run(root: Path = RUNS) -> Path:
-    """The run below `root` with the latest checkpoint, also an arm of --compare. Raises ValueError if there is none."""
-    files = [*root.glob(f"*/{CONFIG_FILE}"), *root.glob(f"*/*/{CONFIG_FILE}")]
+def newest_run() -> Path:
+    """The run in `RUNS` with the latest checkpoint, also an arm of --compare. Raises ValueError if there is none."""
+    files = [*RUNS.glob(f"*/{CONFIG_FILE}"), *RUNS.glob(f"*/*/{CONFIG_FILE}")]
     found = [path.parent for path in files if list_checkpoints(path.parent / CHECKPOINTS)]
     if not found:
-        raise ValueError(f"resume: no checkpoint found under {root}/; start without --resume, or name the run's folder with --out")
+        raise ValueError(f"resume: no checkpoint found under {RUNS}/; start without --resume, or name the run's folder with --out")
     return max(found, key=lambda path: (path / CHECKPOINTS).stat().st_mtime)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import sys
 from pathlib import Path
@@ -66,7 +65,6 @@ def parts_of(rows: ChatRows, row: dict[str, Any], tokenizer: FileTokenizer) -> l
 
 def test_the_assistants_tokens_are_targets(tmp_path: Path) -> None:
     """With a template that marks them, and with one that marks nothing and renders the last message differently."""
-    assert doctest.testmod(chat).failed == 0
     user = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in ("hi", "why?")]
     for template, answers, end in (
         (MARKED, ("yes.<|im_end|>", "no.<|im_end|>"), "\n"),

@@ -364,14 +364,8 @@ def test_resuming_with_token_files_on_other_ranks(texts: str, tmp_path: Path, in
     assert torch.equal(torch.stack(seen), torch.stack(wanted))
 
 
-@pytest.fixture
-def one_rank(in_files: None) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_ranks_that_read_different_text(texts: str, tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("in_files", "one_rank")
+def test_ranks_that_read_different_text(texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gather = dist.all_gather_object
 
     def another_rank_reads(found: list[object], mine: object, group: Any = None) -> None:
