@@ -8,7 +8,7 @@ from tests.grouped_mm.test_grouped_mm import ALIGNED, RAGGED, K, N, offsets, ope
 from tests.truth import assert_same, raises_naming
 
 from mxep import KernelPreference, quantize_mx, to_mxfp8_then_scaled_grouped_mm
-from mxep.grouped_mm.function import expert_mm
+from mxep.grouped_mm.function import expert_mm, recipe_grouped_mm
 from mxep.recipe import RECIPES, Recipe
 
 
@@ -44,6 +44,17 @@ def test_paths_that_a_cpu_lacks() -> None:
             expert_mm(a, w, offsets(ALIGNED), Recipe("r", gemm_path=path))
     with raises_naming("'fastest'", "unknown", "reference", "auto"):
         to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offsets(ALIGNED), kernel_preference="fastest")
+
+
+def test_a_preset_by_name() -> None:
+    a, w = operands(ALIGNED)
+    assert_same(expert_mm(a, w, offsets(ALIGNED), "mxfp8_gemm"), expert_mm(a, w, offsets(ALIGNED), Recipe.named("mxfp8_gemm")))
+    for call in (
+        lambda: expert_mm(a, w, offsets(ALIGNED), "mxfp8_gem"),
+        lambda: recipe_grouped_mm(a, w.transpose(-2, -1), offsets(ALIGNED), None, a.dtype, "mxfp8_gem"),
+    ):
+        with raises_naming("recipe", "'mxfp8_gem' is unknown", "the nearest is mxfp8_gemm"):
+            call()
 
 
 def test_offsets_that_are_no_tensor() -> None:

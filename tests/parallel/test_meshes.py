@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mxep.parallel import ParallelDims, build_meshes
+from mxep.parallel import ParallelDims, build_meshes, stages_of
 
 
 def meshes_of(world: int, degrees: ParallelDims, rank: int) -> dict[str, list]:
@@ -79,6 +79,11 @@ def test_degrees_that_do_not_fit(degrees: ParallelDims, message: str) -> None:
 def test_degrees_that_cross() -> None:
     with pytest.raises(ValueError, match="neither of ep=3 and tp=2 divides the other"):
         ParallelDims(ep=3, tp=2).shards(6)
+
+
+def test_an_unknown_schedule() -> None:
+    with pytest.raises(ValueError, match="schedule 'GPipe' is unknown, want one of 1F1B, Interleaved1F1B"):
+        stages_of(0, 2, "GPipe")  # type: ignore[arg-type]
 
 
 def test_the_former_name_of_parallel_dims() -> None:

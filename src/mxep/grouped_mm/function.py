@@ -29,7 +29,7 @@ from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.runtime.for_backward import ForBackward
 from mxep.ops.runtime.replay import replayed
-from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode, scaling_mode_name
+from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode, resolve_recipe, scaling_mode_name
 from mxep.shapes import MX_BLOCK, round_up
 
 _WHERE = "grouped_mm"
@@ -355,7 +355,7 @@ def expert_mm(
     x: torch.Tensor,
     w: torch.Tensor,
     offs: torch.Tensor,
-    recipe: Recipe,
+    recipe: str | Recipe,
     kept: CachedWeight | None = None,
     weight_dtype: torch.dtype | None = None,
     pad_groups: bool = False,
@@ -366,7 +366,7 @@ def expert_mm(
         x: (P, K), MX or plain.
         w: (L, N, K); also an MXWeight.
         offs: (L,) int32 END offsets.
-        recipe: precision and GEMM path.
+        recipe: precision and GEMM path, or a preset's name.
         kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
         weight_dtype: to which w is rounded wherever it is read, None: not at all.  Backward keeps w and not its rounded copy.
         pad_groups: groups that are not whole MX blocks are padded inside, for a wgrad that wants these.
@@ -375,16 +375,18 @@ def expert_mm(
         (P, N) in x's dtype; rows past offs[-1] are zero.
 
     Raises:
-        ValueError: operands that do not fit, or a GEMM path that this device does not run.
+        ValueError: operands that do not fit, an unknown recipe, or a GEMM path that this device does not run.
 
     Examples:
         >>> x, weight = torch.randn(64, 128), torch.randn(2, 96, 128)
         >>> offs = torch.tensor([32, 64], dtype=torch.int32)  # rows 0..31 of expert 0, 32..63 of expert 1
-        >>> mxep.grouped_mm.expert_mm(x, weight, offs, mxep.Recipe.named("mxfp8_gemm")).shape
+        >>> mxep.grouped_mm.expert_mm(x, weight, offs, "mxfp8_gemm").shape
         torch.Size([64, 96])
     """
     if not (isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)):
         check_tensors(_WHERE, x=x, w=w)
+    if not isinstance(recipe, Recipe):
+        recipe = resolve_recipe(recipe)
     if recipe.gemm == "hp":
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
             raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")
@@ -401,7 +403,7 @@ def recipe_grouped_mm(
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
-    recipe: Recipe,
+    recipe: str | Recipe,
     pad_groups: bool = False,
     kept: CachedWeight | None = None,
     main_grad: torch.Tensor | None = None,
@@ -415,7 +417,7 @@ def recipe_grouped_mm(
         offs: (L,) int32 or int64 END offsets of the groups in rows.
         bias: (N,), or (L, N) per group, added in out_dtype; None for none.
         out_dtype: bfloat16 or float32.
-        recipe: precision and GEMM path; below its `hp_below_rows` the values of A are multiplied.
+        recipe: precision and GEMM path, or a preset's name; below its `hp_below_rows` the values of A are multiplied.
         pad_groups: pad groups to whole MX blocks inside.
         kept: the weight's entry in a `WeightCache`; None quantises it in every call.
         main_grad: (L, N, K) float32, to which backward adds dW instead of giving B_t a gradient.
@@ -425,15 +427,16 @@ def recipe_grouped_mm(
         (M, N) out_dtype; rows past offs[-1] are zero.
 
     Raises:
-        ValueError: shapes, dtypes, offsets or a path that do not fit.
+        ValueError: shapes, dtypes, offsets or a path that do not fit, an unknown recipe.
 
     Examples:
         >>> a, weight = torch.randn(64, 128), torch.randn(2, 96, 128)
         >>> offs = torch.tensor([32, 64], dtype=torch.int32)
-        >>> recipe = mxep.Recipe.named("hp")
-        >>> mxep.grouped_mm.recipe_grouped_mm(a, weight.transpose(-2, -1), offs, None, torch.float32, recipe).shape
+        >>> mxep.grouped_mm.recipe_grouped_mm(a, weight.transpose(-2, -1), offs, None, torch.float32, "hp").shape
         torch.Size([64, 96])
     """
+    if not isinstance(recipe, Recipe):
+        recipe = resolve_recipe(recipe)
     options, mode = None, recipe.scaling_mode.value
     if not recipe.multiplies_in_hp(A.shape[0], B_t.shape[0]):
         options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)

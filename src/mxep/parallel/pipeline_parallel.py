@@ -24,6 +24,12 @@ PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
 STAGES_PER_RANK = {"1F1B": 1, "Interleaved1F1B": 2}
 
 
+def _stages_per_rank(schedule: str) -> int:
+    if schedule not in STAGES_PER_RANK:
+        raise ValueError(f"pipeline: schedule {schedule!r} is unknown, want one of {', '.join(STAGES_PER_RANK)}")
+    return STAGES_PER_RANK[schedule]
+
+
 @dataclass(frozen=True)
 class HiddenStates:
     """The tensor that one pipeline stage sends to the next.
@@ -70,7 +76,8 @@ class Pipeline:
         extra_loss: of a stage's module after its forward, 0-dim, already divided; None for none.
 
     Raises:
-        ValueError: fewer microbatches than stages; with "Interleaved1F1B" also a number of them that is no multiple of the ranks.
+        ValueError: an unknown schedule, fewer microbatches than stages; with "Interleaved1F1B" also a number of them that is no multiple of
+            the ranks.
 
     Examples:
         >>> # Needs two ranks, one for each stage.
@@ -90,7 +97,7 @@ class Pipeline:
         schedule: PipelineSchedule = "1F1B",
         extra_loss: Callable[[nn.Module], Tensor] | None = None,
     ) -> None:
-        count = pp_mesh.size() * STAGES_PER_RANK[schedule]
+        count = pp_mesh.size() * _stages_per_rank(schedule)
         if microbatches < count or (schedule == "Interleaved1F1B" and microbatches % pp_mesh.size()):
             raise ValueError(
                 f"pipeline: {microbatches} microbatches a step for {count} stages (schedule {schedule}), want at least as many, and for "
@@ -150,8 +157,11 @@ def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> Sequence[int
     Returns:
         numbers of the stages, in order.
 
+    Raises:
+        ValueError: an unknown schedule.
+
     Examples:
         >>> list(mxep.parallel.stages_of(1, 2, "1F1B")), list(mxep.parallel.stages_of(1, 2, "Interleaved1F1B"))
         ([1], [1, 3])
     """
-    return range(pp_rank, pp * STAGES_PER_RANK[schedule], pp)
+    return range(pp_rank, pp * _stages_per_rank(schedule), pp)

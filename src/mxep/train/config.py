@@ -249,7 +249,7 @@ class TrainConfig:
     """What backward recomputes: nothing, all but the MoE layers (keep_moe), cheap operations (selective), whole layers (full), or, layer
     by layer, as little as the GPUs' memory allows (auto; on a CPU nothing)."""
     fused_experts: bool = True
-    """Run the experts as one function (MXFP8 GEMMs only): half the memory for backward; in bf16 the last bits differ."""
+    """Run experts with MXFP8 GEMMs as one function: half the memory for backward. Activations are quantised without a rounding to bf16."""
     fused_layer: bool = False
     """Run each MoE layer as one function: a token is sent once to each rank instead of once per expert; numbers round differently."""
     keep_first_product: Literal["hp", "mxfp8"] = "hp"
