@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import traceback
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,18 @@ def test_a_failed_write_keeps_the_last_checkpoint(saved: Path, monkeypatch: pyte
     monkeypatch.undo()
     assert find_checkpoint(saved.parent) == saved
     load_checkpoint(read_manifest(saved), tensors(0.0))
+
+
+def test_an_error_can_be_sent_to_other_ranks_with_its_traceback() -> None:
+    """As torch does it. Python 3.13's lines of a traceback have a code object."""
+    try:
+        Path("/nowhere").read_text()
+    except OSError as error:
+        sent = traceback.extract_tb(error.__traceback__)
+    lines, arrived = (
+        [(frame.filename, frame.lineno, frame.name, frame.line) for frame in of] for of in (sent, pickle.loads(pickle.dumps(sent)))
+    )
+    assert arrived == lines
 
 
 @pytest.mark.parametrize("what", ["folder", "file", "link", "broken link"])

@@ -13,15 +13,18 @@ The folder must be the same for all ranks.
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import json
 import os
+import traceback
 import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -49,6 +52,15 @@ FORMAT = 2
 _UNCHECKED_FORMAT = 1  # had no checksum of the manifest itself
 MANIFEST = "manifest.json"
 _CHECKSUM = "sha256"  # of the text before it in the manifest
+
+
+def _without_code(frame: traceback.FrameSummary) -> tuple[Any, ...]:
+    """What a line of a traceback is pickled as: Python 3.13 added a code object to it, which cannot be pickled."""
+    return partial(traceback.FrameSummary, lookup_line=False, line=frame.line), (frame.filename, frame.lineno, frame.name)
+
+
+# torch 2.11 sends what a rank raises to the others with its traceback; where that fails they wait for it.
+copyreg.pickle(traceback.FrameSummary, _without_code)
 
 
 class DamagedCheckpointError(ValueError):
