@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from mxep.train.checkpoint import MANIFEST
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
-from mxep.train.metrics import StepRecord, read_metrics
+from mxep.train.metrics import MetricsLog, StepRecord, read_metrics
 from mxep.train.trainer import Trainer
 
 
@@ -34,11 +35,19 @@ class Recorder:
         return replay, self.result
 
 
+class TrainerWithoutPlot(Trainer):
+    """Its runs draw no curve, which takes as long as many of their steps."""
+
+    def train(self) -> bool:
+        with mock.patch.object(MetricsLog, "plot", return_value=None):
+            return super().train()
+
+
 def trainer(rank: int, world: int, out: str, from_state: int = 0, **options: object) -> Trainer:
     torch.manual_seed(rank + from_state)
     small = {"device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "warmup": 2}
     config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
-    return Trainer(config, Ranks(rank, world, torch.device("cpu")), Path(out))
+    return TrainerWithoutPlot(config, Ranks(rank, world, torch.device("cpu")), Path(out))
 
 
 def done(run: Trainer) -> StepRecord:

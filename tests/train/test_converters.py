@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.steps import TrainerWithoutPlot
 from torch import nn
 
 from mxep.models.presets import resolve_model
@@ -41,7 +42,7 @@ def trained(out: Path, *words: str) -> tuple[Trainer, list[float]]:
     """A run of three steps, and its losses."""
     small = ["--device", "cpu", "--batch", "2", "--seq-len", "16", "--eval-tokens", "32", "--steps", "3", "--data", str(TEXT)]
     config: TrainConfig = read_options([*small, *words])
-    trainer = Trainer(config, Ranks(0, 1, torch.device("cpu")), out)
+    trainer = TrainerWithoutPlot(config, Ranks(0, 1, torch.device("cpu")), out)
     assert trainer.train()
     return trainer, [record["loss"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import RankError, run_ranks
+from tests.steps import TrainerWithoutPlot
 
 import mxep.train.adamw
 import mxep.train.checkpoint
@@ -29,7 +30,6 @@ from mxep.train.distributed import Ranks, StopRequest
 from mxep.train.metrics import read_metrics
 from mxep.train.rank_control import ECHO_S, stop_signals
 from mxep.train.run_folder import list_checkpoints
-from mxep.train.trainer import Trainer
 
 STEPS = 4
 
@@ -53,7 +53,7 @@ def config(data: str, **options: Any) -> TrainConfig:
 
 def run(rank: int, world: int, out: str, options: TrainConfig) -> list[float]:
     torch.manual_seed(rank)
-    assert Trainer(options, Ranks(rank, world, torch.device("cpu")), Path(out)).train()
+    assert TrainerWithoutPlot(options, Ranks(rank, world, torch.device("cpu")), Path(out)).train()
     return losses(out)
 
 

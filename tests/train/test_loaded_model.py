@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.ranks import run_ranks
+from tests.steps import TrainerWithoutPlot
 from torch import Tensor
 
 import mxep
@@ -27,7 +28,7 @@ TOKENS = torch.arange(32).view(1, 32) * 7 % 256
 def trainer(out: Path, rank: int = 0, world: int = 1, **options: object) -> Trainer:
     small = {"model": "qwen3_debug_cpu", "device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "steps": 4}
     config = TrainConfig(**{**small, "data": (json.__file__,), **options})  # type: ignore[arg-type]
-    return Trainer(config, Ranks(rank, world, torch.device("cpu")), out)
+    return TrainerWithoutPlot(config, Ranks(rank, world, torch.device("cpu")), out)
 
 
 @torch.no_grad()
