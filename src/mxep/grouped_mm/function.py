@@ -365,7 +365,7 @@ def expert_mm(
     Args:
         x: (P, K), MX or plain.
         w: (L, N, K); also an MXWeight.
-        offs: (L,) int32 END offsets.
+        offs: (L,) int32 or int64 END offsets.
         recipe: precision and GEMM path, or a preset's name.
         kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
         weight_dtype: to which w is rounded wherever it is read, None: not at all.  Backward keeps w and not its rounded copy.
@@ -385,8 +385,7 @@ def expert_mm(
     """
     if not (isinstance(x, torch.Tensor) and isinstance(w, torch.Tensor)):
         check_tensors(_WHERE, x=x, w=w)
-    if not isinstance(recipe, Recipe):
-        recipe = resolve_recipe(recipe)
+    recipe = resolve_recipe(recipe)
     if recipe.gemm == "hp":
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
             raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")
@@ -435,8 +434,7 @@ def recipe_grouped_mm(
         >>> mxep.grouped_mm.recipe_grouped_mm(a, weight.transpose(-2, -1), offs, None, torch.float32, "hp").shape
         torch.Size([64, 96])
     """
-    if not isinstance(recipe, Recipe):
-        recipe = resolve_recipe(recipe)
+    recipe = resolve_recipe(recipe)
     options, mode = None, recipe.scaling_mode.value
     if not recipe.multiplies_in_hp(A.shape[0], B_t.shape[0]):
         options = gemm_options(A.device, out_dtype, recipe.gemm_path, recipe.wgrad, mode, pad_groups, weight_dtype)

@@ -21,13 +21,14 @@ from mxep.mx.first_order import first_order
 from mxep.parallel.data_parallel import reshard_once
 
 PipelineSchedule = Literal["1F1B", "Interleaved1F1B"]
-STAGES_PER_RANK = {"1F1B": 1, "Interleaved1F1B": 2}
+_STAGES_PER_RANK = {"1F1B": 1, "Interleaved1F1B": 2}
 
 
-def _stages_per_rank(schedule: str) -> int:
-    if schedule not in STAGES_PER_RANK:
-        raise ValueError(f"pipeline: schedule {schedule!r} is unknown, want one of {', '.join(STAGES_PER_RANK)}")
-    return STAGES_PER_RANK[schedule]
+def stages_per_rank(schedule: str) -> int:
+    """Raises ValueError for an unknown schedule."""
+    if schedule not in _STAGES_PER_RANK:
+        raise ValueError(f"pipeline: schedule {schedule!r} is unknown, want one of {', '.join(_STAGES_PER_RANK)}")
+    return _STAGES_PER_RANK[schedule]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Pipeline:
         schedule: PipelineSchedule = "1F1B",
         extra_loss: Callable[[nn.Module], Tensor] | None = None,
     ) -> None:
-        count = pp_mesh.size() * _stages_per_rank(schedule)
+        count = pp_mesh.size() * stages_per_rank(schedule)
         if microbatches < count or (schedule == "Interleaved1F1B" and microbatches % pp_mesh.size()):
             raise ValueError(
                 f"pipeline: {microbatches} microbatches a step for {count} stages (schedule {schedule}), want at least as many, and for "
@@ -164,4 +165,4 @@ def stages_of(pp_rank: int, pp: int, schedule: PipelineSchedule) -> Sequence[int
         >>> list(mxep.parallel.stages_of(1, 2, "1F1B")), list(mxep.parallel.stages_of(1, 2, "Interleaved1F1B"))
         ([1], [1, 3])
     """
-    return range(pp_rank, pp * _stages_per_rank(schedule), pp)
+    return range(pp_rank, pp * stages_per_rank(schedule), pp)

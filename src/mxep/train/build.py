@@ -25,7 +25,7 @@ from mxep.parallel import (
     recompute_blocks,
     stages_of,
 )
-from mxep.parallel.pipeline_parallel import STAGES_PER_RANK
+from mxep.parallel.pipeline_parallel import stages_per_rank
 from mxep.recipe import RECIPES, Precision, Recipe, resolve_recipe
 from mxep.train.config import EXPERTS, TrainConfig, split_names
 from mxep.train.linear_choice import linear_recipe
@@ -165,7 +165,7 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
     stages = {}
     for stage in stages_of(meshes.pp.get_local_rank(), pp, build.schedule) if pp > 1 else [0]:
         model = build_whole(shape, build)  # before layers are removed, since `build` selects layers by name
-        model.keep_stage(stage, pp * STAGES_PER_RANK[build.schedule] if pp > 1 else 1)
+        model.keep_stage(stage, pp * stages_per_rank(build.schedule) if pp > 1 else 1)
         apply_tensor_parallel(model, meshes.tp)
         for moe in model.moe_layers() if shards else ():
             parallelize_moe(moe, meshes.ep)

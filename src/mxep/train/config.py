@@ -251,7 +251,7 @@ class TrainConfig:
     fused_experts: bool = True
     """Run experts with MXFP8 GEMMs as one function: half the memory for backward. Activations are quantised without a rounding to bf16."""
     fused_layer: bool = False
-    """Run each MoE layer as one function: a token is sent once to each rank instead of once per expert; numbers round differently."""
+    """Run each MoE layer as one function: a token is sent once to each rank instead of once per expert; values are rounded elsewhere."""
     keep_first_product: Literal["hp", "mxfp8"] = "hp"
     """Keep gate and up of each MoE layer with --fused-layer as they are, or in MXFP8: half the bytes, which backward reads rounded."""
     cache_weights: bool = False
