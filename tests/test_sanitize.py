@@ -121,28 +121,39 @@ def test_tests_that_pytest_did_not_come_to_have_not_run(sanitize: ModuleType, tm
     """The tool has an error summary then too."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(f"#!{sys.executable}\nprint('9 skipped in 3.21s\\n========= ERROR SUMMARY: 0 errors')\nraise SystemExit(4)\n")
-    assert sanitize.run_tests(["a test"], "memcheck", [], sanitize.TimeLimit(60), "").errors is None
+    assert sanitize.run_tests(["a test"], "memcheck", [], time.monotonic() + 60, "").errors is None
 
 
-def test_tests_beyond_the_limit_of_their_file_are_ended(
+def test_tests_beyond_the_limit_are_ended(
     sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Also pytest below the tool, which holds the pipe; tests that have not begun do not begin. The next file has a limit of its own."""
+    """Also pytest below the tool, which holds the pipe; tests that have not begun do not begin. What ended before has its result."""
     child = "import time; print('begun', flush=True); time.sleep(600)"
     (tmp_path / "compute-sanitizer").write_text(
         f"#!{sys.executable}\nimport subprocess, sys\n"
         f"if 'quick' in sys.argv:\n    print('7 passed in 3.21s\\n========= ERROR SUMMARY: 0 errors')\n"
         f"else:\n    subprocess.run([sys.executable, '-c', {child!r}])\n"
     )
-    monkeypatch.setattr(sanitize, "collect", lambda names: {"slow": ["a test", "another one"], "fast": ["quick"]})
+    monkeypatch.setattr(sanitize, "collect", lambda names: {"fast": ["quick"], "slow": ["a test", "another one"]})
     start = time.monotonic()
-    assert sanitize.main(["slow", "fast", "--jobs", "1", "--limit", "2"]) == 1
+    assert sanitize.main(["fast", "slow", "--jobs", "1", "--limit", "3"]) == 1
     assert time.monotonic() - start < 60
     printed = capsys.readouterr().out
-    assert "not done within 2 s: a test and 0 more\nbegun" in printed
-    assert "not begun within 2 s: another one and 0 more" in printed
-    assert "slow: 0 passed, 0 failed, None errors of memcheck" in printed
     assert "fast: 7 passed, 0 failed, 0 errors of memcheck" in printed
+    assert "s: a test and 0 more\nbegun" in printed
+    assert "not begun in time: another one and 0 more" in printed
+    assert "slow: 0 passed, 0 failed, None errors of memcheck" in printed
+
+
+@pytest.mark.parametrize(("tool", "workers"), [("memcheck", []), ("racecheck", ["--racecheck-num-workers=1"])])
+def test_a_run_has_one_thread_of_the_tool(sanitize: ModuleType, tmp_path: Path, tool: str, workers: list[str]) -> None:
+    """racecheck has one for each core otherwise: 30 runs on 32 cores kept 500 threads waiting for a core."""
+    (tmp_path / "compute-sanitizer").write_text(
+        f"#!{sys.executable}\nimport pathlib, sys\npathlib.Path({str(tmp_path / 'given')!r}).write_text(' '.join(sys.argv))\n"
+        "print('1 passed in 3.21s\\n========= ERROR SUMMARY: 0 errors')\n"
+    )
+    assert sanitize.run_tests(["a test"], tool, [], time.monotonic() + 60, "").clean
+    assert [word for word in (tmp_path / "given").read_text().split() if "workers" in word] == workers
 
 
 def test_a_file_does_not_wait_for_another_one(sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

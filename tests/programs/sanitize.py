@@ -2,11 +2,11 @@
 
     python tests/programs/sanitize.py --record --tool racecheck --limit 120 quantize_rows adamw_step
 
-Wants a CUDA GPU, each test one, and compute-sanitizer (of CUDA 12.3 or newer) on the PATH; several GPUs share the tests out.
+Wants a CUDA GPU, each test one, and compute-sanitizer (of CUDA 12.9 or newer) on the PATH; several GPUs share the tests out.
 Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that memory right after it belongs to no tensor; tests that
 capture graphs want torch's allocator and are left out, those of tensors beyond 2 GiB for their time.  The tool leaves torch's own kernels
 alone, of which references are made and which take most of the time.  Ends with status 1 unless every test passed without an error of the
-tool.  Each tool has its record; each file adds to it when its tests have ended or its time is over, with the tests that are left then.
+tool.  Each tool has its record; each file adds to it when its tests have ended or the time is over, with the tests that are left then.
 `--left` runs those, and the files that have no result.
 """
 
@@ -21,7 +21,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -120,30 +119,18 @@ def gpus() -> list[str]:
     return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())] or [""]
 
 
-class TimeLimit:
-    """Of all tests of one file together, from the start of the first one on."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-        self._end: float | None = None
-        self._lock = threading.Lock()
-
-    def left_s(self) -> float:
-        with self._lock:
-            now = time.monotonic()
-            self._end = now + self.limit_s if self._end is None else self._end
-            return max(self._end - now, 0.0)
-
-
-def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeLimit, gpu: str) -> Found:
-    """Results of some tests under the tool on one GPU; prints them, and the end of what the tool found at once."""
-    start, left_s, which = time.monotonic(), limit.left_s(), f"{tests[0]} and {len(tests) - 1} more"
+def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], end: float, gpu: str) -> Found:
+    """Results of some tests under the tool on one GPU, until `end` (time.monotonic); prints them and the end of what the tool printed."""
+    start, which = time.monotonic(), f"{tests[0]} and {len(tests) - 1} more"
+    left_s = end - start
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
     sanitizer.append("--launch-timeout=120")  # of Python, which takes longer than the usual 10 s where all cores are busy
+    if tool == "racecheck":
+        sanitizer.append("--racecheck-num-workers=1")  # instead of one for each core, in each of the runs
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
     command = [*sanitizer, "--kernel-name-exclude", _OF_LIBRARIES, sys.executable, "-m", "pytest", *SELECTED, *more, *tests]
-    if not left_s:
-        print(f"not begun within {limit.limit_s:g} s: {which}", flush=True)
+    if left_s <= 0:
+        print(f"not begun in time: {which}", flush=True)
         return Found(0, 0, None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
@@ -152,7 +139,7 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], limit: TimeL
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # pytest under the tool too, which holds the GPU and the pipe
             printed, _ = process.communicate()
-            print(f"not done within {limit.limit_s:g} s: {which}\n{printed[-_MOST_PRINTED:]}", flush=True)
+            print(f"not done in time, within {left_s:.0f} s: {which}\n{printed[-_MOST_PRINTED:]}", flush=True)
             return Found(0, 0, None)
     found = read_output(printed)
     if process.returncode not in (0, 1, _ERROR_STATUS):  # pytest did not come to its tests, or not to their end
@@ -194,13 +181,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", default=FILES, help="of tests/gpu, without test_ and .py (default: those of kernels)")
     parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("--jobs", type=int, default=8, help="runs at a time, on all GPUs together")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one file, from the start of the first on")
+    parser.add_argument("--limit", type=float, default=7200.0, help="seconds for all tests together")
     parser.add_argument("--left", action="store_true", help="only tests without a result in the record, to which --record adds")
     parser.add_argument("--record", action="store_true", help=f"add what was found to {RESULTS}/sanitizer_TOOL-DEVICE-1.json")
     given, more = parser.parse_known_args(arguments)
     if given.record and more:
         parser.error(f"--record with {shlex.join(more)}: a record is of whole files; leave one of the two out")
     device = device_name(torch.device("cuda", 0)) if given.record or given.left else ""
+    end = time.monotonic() + given.limit
     command = shlex.join(["python", "tests/programs/sanitize.py", *(sys.argv[1:] if arguments is None else arguments)])
     found: dict[str, Found] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
@@ -214,9 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs: dict[Future[Found], tuple[str, list[str]]] = {}
         ended: dict[str, list[tuple[list[str], Found]]] = {}
         for name, tests in tests_of.items():
-            limit = TimeLimit(given.limit)
             for part in (tests[first : first + MOST] for first in range(0, len(tests), MOST)):
-                runs[pool.submit(run_tests, part, given.tool, more, limit, next(turns))] = name, part
+                runs[pool.submit(run_tests, part, given.tool, more, end, next(turns))] = name, part
         for run in as_completed(runs):
             name, part = runs[run]
             ended.setdefault(name, []).append((part, run.result()))
