@@ -54,7 +54,7 @@ def test_only_what_passed_without_errors_is_clean(
     sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, clean: bool
 ) -> None:
     (tmp_path / "says").write_text(says)
-    monkeypatch.setattr(sanitize, "collect", lambda names: {name: ["a test", "another one"] for name in names})
+    monkeypatch.setattr(sanitize, "collect", lambda names, tool: {name: ["a test", "another one"] for name in names})
     assert sanitize.main(["p2p", "expert_rows", "--jobs", "2"]) == (0 if clean else 1)
 
 
@@ -100,7 +100,9 @@ def test_runs_of_what_is_left_add_up_to_a_file(
         ran.extend(tests)
         return sanitize.Found(1, 0, None if tests == ["c"] and len(ran) <= 3 else 0)
 
-    monkeypatch.setattr(sanitize, "collect", lambda names: {name: {"quantize": ["a", "b", "c"], "p2p": ["d"]}[name] for name in names})
+    monkeypatch.setattr(
+        sanitize, "collect", lambda names, tool: {name: {"quantize": ["a", "b", "c"], "p2p": ["d"]}[name] for name in names}
+    )
     monkeypatch.setattr(sanitize, "run_tests", run_tests)
     monkeypatch.setattr(sanitize, "device_name", lambda _: "h200")
     assert sanitize.main(["quantize", "--record", "--jobs", "1"]) == 1
@@ -134,7 +136,7 @@ def test_tests_beyond_the_limit_are_ended(
         f"if 'quick' in sys.argv:\n    print('7 passed in 3.21s\\n========= ERROR SUMMARY: 0 errors')\n"
         f"else:\n    subprocess.run([sys.executable, '-c', {child!r}])\n"
     )
-    monkeypatch.setattr(sanitize, "collect", lambda names: {"fast": ["quick"], "slow": ["a test", "another one"]})
+    monkeypatch.setattr(sanitize, "collect", lambda names, tool: {"fast": ["quick"], "slow": ["a test", "another one"]})
     start = time.monotonic()
     assert sanitize.main(["fast", "slow", "--jobs", "1", "--limit", "3"]) == 1
     assert time.monotonic() - start < 60
@@ -143,17 +145,6 @@ def test_tests_beyond_the_limit_are_ended(
     assert "s: a test and 0 more\nbegun" in printed
     assert "not begun in time: another one and 0 more" in printed
     assert "slow: 0 passed, 0 failed, None errors of memcheck" in printed
-
-
-@pytest.mark.parametrize(("tool", "workers"), [("memcheck", []), ("racecheck", ["--racecheck-num-workers=1"])])
-def test_a_run_has_one_thread_of_the_tool(sanitize: ModuleType, tmp_path: Path, tool: str, workers: list[str]) -> None:
-    """racecheck has one for each core otherwise: 30 runs on 32 cores kept 500 threads waiting for a core."""
-    (tmp_path / "compute-sanitizer").write_text(
-        f"#!{sys.executable}\nimport pathlib, sys\npathlib.Path({str(tmp_path / 'given')!r}).write_text(' '.join(sys.argv))\n"
-        "print('1 passed in 3.21s\\n========= ERROR SUMMARY: 0 errors')\n"
-    )
-    assert sanitize.run_tests(["a test"], tool, [], time.monotonic() + 60, "").clean
-    assert [word for word in (tmp_path / "given").read_text().split() if "workers" in word] == workers
 
 
 def test_a_file_does_not_wait_for_another_one(sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +158,7 @@ def test_a_file_does_not_wait_for_another_one(sanitize: ModuleType, monkeypatch:
         one_has_ended.set()
         return together(found)
 
-    monkeypatch.setattr(sanitize, "collect", lambda names: {"slow": ["a test", "another one"], "fast": ["quick"]})
+    monkeypatch.setattr(sanitize, "collect", lambda names, tool: {"slow": ["a test", "another one"], "fast": ["quick"]})
     monkeypatch.setattr(sanitize, "run_tests", run_tests)
     monkeypatch.setattr(sanitize, "together", taken)
     assert sanitize.main(["slow", "fast", "--jobs", "3"]) == 0
@@ -180,11 +171,19 @@ def test_a_record_is_of_whole_files(sanitize: ModuleType, capsys: pytest.Capture
 
 
 def test_every_test_is_collected_once(sanitize: ModuleType) -> None:
-    tests = list(itertools.chain(*sanitize.collect(["expert_rows", "expert_chunks"]).values()))
+    tests = list(itertools.chain(*sanitize.collect(["expert_rows", "expert_chunks"], "memcheck").values()))
     assert len(set(tests)) == len(tests) > 100
     assert not [test for test in tests if "graph" in test or "host_sync" in test]
     with pytest.raises(RuntimeError, match="tests could not be collected"):
-        sanitize.collect(["nothing_of_that_name"])
+        sanitize.collect(["nothing_of_that_name"], "memcheck")
+
+
+def test_racecheck_has_tests_of_every_file_but_those_that_are_large(sanitize: ModuleType) -> None:
+    collected = {tool: sanitize.collect(sanitize.FILES, tool) for tool in ("memcheck", "racecheck")}
+    assert all(collected["memcheck"].values())
+    assert {name for name, tests in collected["racecheck"].items() if not tests} == set(sanitize.LARGE)
+    assert sanitize.files_for("racecheck") == tuple(name for name in sanitize.FILES if name not in sanitize.LARGE)
+    assert not any("8192-2048" in test for test in collected["racecheck"]["fp8_grouped_mm"])
 
 
 def test_the_files_exist(sanitize: ModuleType) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from mxep.device import checking
 from mxep.recipe import ScaleCalculationMode, check_block_size, scaling_mode_name
@@ -80,7 +81,7 @@ def check_alone(where: str, num_rows: int, output_splits: Sequence[int], input_s
 
 def values_checked(tensor: torch.Tensor) -> bool:
     """True if a check may read `tensor`'s values on the host: in checking mode, outside of a traced graph."""
-    return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor) and checking(tensor.device)
+    return not torch.compiler.is_compiling() and not isinstance(tensor, (FakeTensor, FunctionalTensor)) and checking(tensor.device)
 
 
 def row_counts(where: str, counts: torch.Tensor) -> list[int] | None:

@@ -240,14 +240,29 @@ def _reference(name: str) -> Callable[..., Any]:
 
 
 def _form(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A form of an operator.  The overload "out" returns nothing: a compiler cannot handle a result that is an argument."""
-    if operator._schema.returns:
-        return function
+    """A form of an operator, as graphs and profilers call it.
+
+    The overload "out" returns nothing: a compiler cannot handle a result that is an argument.  Nor may two results share memory there,
+    as parts of one allocation do, so later ones are copied.
+    """
 
     def write(*args: Any, **kwargs: Any) -> None:
         function(*args, **kwargs)
 
-    return write
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        results = function(*args, **kwargs)
+        if torch.autograd._profiler_enabled():  # which should see what runs without it
+            return results
+        separate, memory = [], set[int]()
+        for result in results:
+            storage = result.untyped_storage()._cdata
+            separate.append(result.clone() if storage in memory else result)
+            memory.add(storage)
+        return separate if isinstance(results, list) else tuple(separate)
+
+    returned = operator._schema.returns
+    several = len(returned) > 1 or (len(returned) == 1 and str(returned[0].type) == "List[Tensor]")
+    return write if not returned else apart if several else function
 
 
 def _fake(name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:

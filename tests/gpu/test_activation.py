@@ -15,7 +15,6 @@ kernels = pytest.importorskip("mxep.ops.kernels")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
-ROWS = (1, 7, 31, 33, 127, 129)
 WIDTHS = (32, 64, 96, 128, 416, 1408, 2048, 4096, 7168, 8192)
 
 
@@ -57,8 +56,9 @@ def test_exact_form_has_the_references_bytes(dtype: torch.dtype, layout: str, mo
 
 @pytest.mark.parametrize("function", OTHERS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_size(width: int, function: str):
-    for rows in ROWS:
+@pytest.mark.parametrize("sizes", [(1, 7, 31, 33), pytest.param((127, 129), marks=pytest.mark.large)])
+def test_every_size(sizes: tuple[int, ...], width: int, function: str):
+    for rows in sizes:
         for layout in LAYOUTS:
             dh, x = torch.randn(rows, width, device="cuda", dtype=BF16), torch.randn(rows, 2 * width, device="cuda", dtype=BF16)
             assert_exact(dh, x, layout, "rceil", f"{rows} rows, {layout}", function)
@@ -151,6 +151,7 @@ def test_group_bias_has_the_references_bytes(dtype: torch.dtype):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * width)
 
 
+@pytest.mark.large
 def test_same_input_same_bytes():
     dh, x = torch.randn(4096, 1408, device="cuda", dtype=BF16), torch.randn(4096, 2816, device="cuda", dtype=BF16)
     first, second = (both_directions(kernels, dh, x, "concatenated", "rceil") for _ in range(2))

@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available() or compute_capability(0)[0] != 9, reason="needs a Hopper GPU"),
 ]
 BF16, FLOAT32 = torch.bfloat16, torch.float32
-ROWS, WIDTHS = (1, 31, 33, 127, 129), (32, 96, 768, 1408, 2880, 14336)
+SIZES = pytest.mark.parametrize("sizes", [(1, 31, 33), pytest.param((127, 129), marks=pytest.mark.large)])  # rows
+WIDTHS = (32, 96, 768, 1408, 2880, 14336)
 ENDS = (30, 30, 31, 64, 250, 256)  # an empty group, one row of no group
 
 
@@ -64,19 +65,21 @@ def test_some_rows_are_wide_and_some_not() -> None:
     assert 20 < int((scale < 0).sum()) < 120
 
 
+@SIZES
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_forward_of_every_size(layout: str, width: int) -> None:
-    for rows in ROWS:
+def test_forward_of_every_size(layout: str, width: int, sizes: tuple[int, ...]) -> None:
+    for rows in sizes:
         for name, (_, x) in cases(BF16, rows, width, "plain").items():
             got, want = (impl.activate(x, layout, "rceil", True, h="rebased") for impl in (kernels, reference))
             same_rebased(got, want, f"{rows} x {width} {name}")
 
 
+@SIZES
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradient_of_every_size(layout: str, width: int) -> None:
-    for rows in ROWS:
+def test_gradient_of_every_size(layout: str, width: int, sizes: tuple[int, ...]) -> None:
+    for rows in sizes:
         for name, (dh, x) in cases(BF16, rows, width, "plain").items():
             got, want = (impl.activate_backward(dh, x, layout, "rceil", True, "mx+rebased", "mx") for impl in (kernels, reference))
             same_forms(got, want, 2, f"{rows} x {width} {name}")
@@ -170,6 +173,7 @@ def test_no_rows() -> None:
     assert [tuple(part.shape) for part in got] == [(0, 96), (0,), (1, 0), (0, 192), (0,), (2, 0)]
 
 
+@pytest.mark.large
 def test_repeats_are_bit_equal() -> None:
     dh, x = (part.cuda() for part in far_apart(BF16, 4096, 1408))
     runs = [kernels.activate_backward(dh, x, "concatenated", "rceil", False, "mx+rebased", "mx") for _ in range(3)]

@@ -15,7 +15,7 @@ from tests.fp8_cases import float64
 import mxep.operators  # noqa: F401
 from mxep.device import FP8_PATHS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.large]
 T = 16384
 ENDS = [3000, 3001, 8192, 8192, 16300]  # one of a single row, an empty one, rows of no group
 BF16 = torch.bfloat16

@@ -20,6 +20,7 @@ LIMIT_FUZZ = 2.4e-3
 LIMIT_FLOAT32 = 8e-4
 
 MX = tuple[torch.Tensor, torch.Tensor]
+SIZES = pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.large)])
 
 
 def even(groups: int, rows: int) -> torch.Tensor:
@@ -63,6 +64,7 @@ def worst_wgrad(out: torch.Tensor, g: MX, a: MX, ends: list[int]) -> float:
     return worst
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("granularity", MAX_SPREAD)
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize(("K", "N"), [(8192, 2048), (2048, 1408)])
@@ -73,13 +75,14 @@ def test_forward_error(K: int, N: int, positive: bool, granularity: str):
     assert worst_forward(forward(a, b, offs, FLOAT32, granularity), a, b, offs.tolist()) <= LIMIT_FLOAT32
 
 
+@SIZES
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
 @pytest.mark.usefixtures("poison")
-def test_forward_fuzz(out_dtype: torch.dtype):
+def test_forward_fuzz(out_dtype: torch.dtype, large: bool):
     rng = random.Random(0)
-    for case in range(24):
-        M, N, G = rng.randint(1, 3000), 32 * rng.randint(1, 30), rng.randint(1, 70)
-        K = rng.choice((32, 64, 160, 352, 1376, 2560))
+    for case in range(24 if large else 8):
+        M, N, G = (rng.randint(1, most) for most in ((3000, 30, 70) if large else (300, 9, 7)))
+        N, K = 32 * N, rng.choice((32, 64, 160, 352, 1376, 2560) if large else (32, 160, 352))
         a, b, ends = normal(M, K), normal(G, N, K), ragged(G, M, seed=case)
         granularity = rng.choice(("auto", "row", "span"))
         out = forward(a, b, torch.tensor(ends, device="cuda"), out_dtype, granularity)
@@ -87,13 +90,14 @@ def test_forward_fuzz(out_dtype: torch.dtype):
         assert error <= LIMIT_FUZZ, f"M={M} K={K} N={N} G={G} {granularity}: {error:.2e}"
 
 
+@SIZES
 @pytest.mark.usefixtures("poison")
-def test_adapters_are_added_before_the_result_is_rounded():
+def test_adapters_are_added_before_the_result_is_rounded(large: bool):
     """Tall tiles, half tiles, few stages, wide rows, empty groups and rows past the last end, which have no adapter."""
     rng = random.Random(2)
-    for case in range(40):
-        M, N, G = rng.choice((1, 40, 700, 3000)), 32 * rng.randint(1, 30), rng.choice((1, 3, 12, 70))
-        K = rng.choice((32, 64, 352, 640, 2560))
+    for case in range(40 if large else 8):
+        M, G = (rng.choice(these) for these in (((1, 40, 700, 3000), (1, 3, 12, 70)) if large else ((1, 40, 300), (1, 3, 12))))
+        N, K = 32 * rng.randint(1, 30 if large else 9), rng.choice((32, 64, 352, 640, 2560) if large else (32, 64, 352))
         a, b, ends = normal(M, K), normal(G, N, K), ragged(G, M, seed=case)
         if case % 4 == 0:
             a[1].view(torch.uint8)[::7, ::2] -= 20  # far exponents
@@ -121,18 +125,20 @@ def test_adapters_that_do_not_fit():
         fp8_grouped_mm(rows, weight, offs, FLOAT32, "zero", inner, lora_b)
 
 
+@SIZES
 @pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
 @pytest.mark.usefixtures("poison")
-def test_wgrad_fuzz(out_dtype: torch.dtype):
+def test_wgrad_fuzz(out_dtype: torch.dtype, large: bool):
     rng = random.Random(1)
-    for case in range(16):
-        M, G = rng.randint(1, 3000), rng.choice((1, 3, 12, 70))
+    for case in range(16 if large else 6):
+        M, G = rng.randint(1, 3000 if large else 300), rng.choice((1, 3, 12, 70) if large else (1, 3, 12))
         N, K = rng.choice((32, 160, 416)), rng.choice((64, 352, 544))
         g, a, ends = normal(M, N), normal(M, K), ragged(G, M, seed=case)
         error = worst_wgrad(wgrad(g, a, torch.tensor(ends, device="cuda"), out_dtype), g, a, ends)
         assert error <= LIMIT_FUZZ, f"M={M} N={N} K={K} G={G}: {error:.2e}"
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.usefixtures("poison")
 def test_wgrad_error(positive: bool):
@@ -146,12 +152,14 @@ def test_wgrad_error(positive: bool):
     assert torch.equal(total, before + out)
 
 
+@pytest.mark.large
 def test_token_scales_that_oppose_each_other():
     scales = torch.exp(3 * torch.randn(4096, 1, device="cuda"))
     g, a = quantized(torch.randn(4096, 256, device="cuda") / scales * 1e-6), quantized(torch.randn(4096, 512, device="cuda") * scales)
     assert worst_wgrad(wgrad(g, a, even(4, 4096)), g, a, even(4, 4096).tolist()) <= LIMIT
 
 
+@pytest.mark.large
 def test_only_tiles_with_wide_rows_take_block_scales():
     """A few rows of far channels: one scale per row loses their small values, "auto" keeps them and leaves the other tiles' bytes alone."""
     x = torch.randn(1024, 2048, device="cuda")
@@ -171,6 +179,7 @@ def test_only_tiles_with_wide_rows_take_block_scales():
     assert worst_forward(outs["auto"], a, b, offs.tolist()) <= LIMIT
 
 
+@pytest.mark.large
 def test_many_groups():
     ends = ragged(1200, 6000, seed=5)
     g, a, b, offs = normal(6000, 64), normal(6000, 160), normal(1200, 64, 160), torch.tensor(ends, device="cuda")
@@ -217,6 +226,7 @@ def test_poison_past_the_last_end_is_not_read():
     assert torch.equal(got[1], want[1])
 
 
+@pytest.mark.large
 def test_repeats_are_bit_equal():
     a, b, g = normal(5000, 1376), normal(9, 416, 1376), normal(5000, 416)
     offs = torch.tensor(ragged(9, 5000, seed=2), device="cuda")
@@ -252,6 +262,7 @@ def test_captured_in_a_graph_and_replayed_with_other_ends():
         assert worst_wgrad(dw, g, a, ends) <= LIMIT_FUZZ
 
 
+@pytest.mark.large
 def test_past_two_to_the_31_elements():
     M, K, N = 280_000, 8192, 8192
     piece = normal(1000, K)

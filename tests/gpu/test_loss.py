@@ -16,6 +16,7 @@ from mxep.ops import kernels
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poison")]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 def test_error_is_that_of_the_plain_loss_in_bf16(factor: float) -> None:
     """Two chunks, the second one partly filled."""
@@ -79,6 +80,7 @@ def test_a_label_out_of_range_is_seen() -> None:
     assert_close_to_exact(losses[right], memory[1:7][right], logits[right], labels[right])
 
 
+@pytest.mark.large
 def test_more_than_2_to_the_31_logits() -> None:
     words = 102400
     rows = 2**31 // words + 3
@@ -94,6 +96,7 @@ def test_more_than_2_to_the_31_logits() -> None:
     assert float(logits[0, 5]) == pytest.approx(-1.0, abs=2**-8)
 
 
+@pytest.mark.large
 def test_memory_is_that_of_one_chunk() -> None:
     """In addition to the operands: a chunk's logits, the gradients in float32, and one more float32 product of the weight's shape."""
     tokens, dim, words = 4 * CHUNK_TOKENS, 256, 32000
@@ -114,6 +117,7 @@ def test_memory_is_that_of_one_chunk() -> None:
     assert torch.cuda.memory_allocated() - before <= gradients / 2 + small
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8"])
 @pytest.mark.parametrize("words", [4000, 3990])
 def test_mxfp8_products(words: int, recipe: str, no_sync: Callable[[], AbstractContextManager[None]]) -> None:

@@ -44,7 +44,9 @@ def test_underflow_and_nan() -> None:
     assert got[2].isnan().any()
 
 
-@pytest.mark.parametrize("shape", [*route_cases.SHAPES, (8192, 128, 8, 1), (4097, 256, 8, 8)])
+@pytest.mark.parametrize(
+    "shape", [*route_cases.SHAPES, *(pytest.param(shape, marks=pytest.mark.large) for shape in ((8192, 128, 8, 1), (4097, 256, 8, 8)))]
+)
 def test_choice(shape: tuple[int, int, int, int], no_sync: Callable) -> None:
     for call in route_cases.calls(shape, "cuda"):
         with no_sync():

@@ -2,10 +2,11 @@
 
     python tests/programs/sanitize.py --record --tool racecheck --limit 120 quantize_rows adamw_step
 
-Wants a CUDA GPU, each test one, and compute-sanitizer (of CUDA 12.9 or newer) on the PATH; several GPUs share the tests out.
+Wants a CUDA GPU, each test one, and compute-sanitizer (of CUDA 12.3 or newer) on the PATH; several GPUs share the tests out.
 Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that memory right after it belongs to no tensor; tests that
 capture graphs want torch's allocator and are left out, those of tensors beyond 2 GiB for their time.  The tool leaves torch's own kernels
-alone, of which references are made and which take most of the time.  Ends with status 1 unless every test passed without an error of the
+alone, of which references are made and which take most of the time; racecheck leaves out tests marked `large`, since a CPU looks at every
+access of shared memory.  Ends with status 1 unless every test passed without an error of the
 tool.  Each tool has its record; each file adds to it when its tests have ended or the time is over, with the tests that are left then.
 `--left` runs those, and the files that have no result.
 """
@@ -55,7 +56,7 @@ LEFT_OUT = " and ".join(
     f"not {tests}"
     for tests in ("graph", "gib", "billion", "host_sync", "the_float32_product", "(functions_forms and dtype1 and not plain)")
 )
-SELECTED = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu and not multi_gpu", "-k", LEFT_OUT)
+LARGE = ("fp8_errors",)  # files in which every test is marked `large`, which racecheck leaves out
 MOST = 6  # tests of one run under the tool, which makes them many times as slow: racecheck takes up to 50 s for one
 _MOST_PRINTED = 6000  # characters of what a run printed
 _ERROR_STATUS = 86  # of compute-sanitizer, which pytest does not have
@@ -103,10 +104,22 @@ def together(found: Sequence[Found]) -> Found:
     return Found(sum(part.passed for part in found), sum(part.failed for part in found), sum(known) if len(known) == len(errors) else None)
 
 
-def collect(names: Sequence[str]) -> dict[str, list[str]]:
+def selection(tool: str) -> list[str]:
+    """pytest's options for the tests that a tool runs."""
+    marks = "gpu and not multi_gpu" + " and not large" * (tool == "racecheck")
+    return ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", marks, "-k", LEFT_OUT]
+
+
+def files_for(tool: str) -> tuple[str, ...]:
+    """Files that have tests for a tool."""
+    return tuple(name for name in FILES if tool != "racecheck" or name not in LARGE)
+
+
+def collect(names: Sequence[str], tool: str) -> dict[str, list[str]]:
     """The tests of these files by name of the file."""
     files = [f"tests/gpu/test_{name}.py" for name in names]
-    done = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", *SELECTED, *files], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "--collect-only", *selection(tool), *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     tests = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode or not tests:
         raise RuntimeError(f"sanitize: tests could not be collected:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
@@ -125,10 +138,8 @@ def run_tests(tests: Sequence[str], tool: str, more: Sequence[str], end: float, 
     left_s = end - start
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", f"--error-exitcode={_ERROR_STATUS}", "--print-limit=10"]
     sanitizer.append("--launch-timeout=120")  # of Python, which takes longer than the usual 10 s where all cores are busy
-    if tool == "racecheck":
-        sanitizer.append("--racecheck-num-workers=1")  # instead of one for each core, in each of the runs
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
-    command = [*sanitizer, "--kernel-name-exclude", _OF_LIBRARIES, sys.executable, "-m", "pytest", *SELECTED, *more, *tests]
+    command = [*sanitizer, "--kernel-name-exclude", _OF_LIBRARIES, sys.executable, "-m", "pytest", *selection(tool), *more, *tests]
     if left_s <= 0:
         print(f"not begun in time: {which}", flush=True)
         return Found(0, 0, None)
@@ -171,14 +182,14 @@ def keep(tool: str, device: str, runs: Mapping[str, Sequence[tuple[Sequence[str]
         result = together(ended)
         if result.passed + result.failed:
             files[name] = {**result._asdict(), "commit": ", ".join(commits), **({"left": left} if left else {})}
-    missing = [name for name in FILES if "left" in files.get(name, {"left": None})]
+    missing = [name for name in files_for(tool) if "left" in files.get(name, {"left": None})]
     record = {"benchmark": f"sanitizer_{tool}", "device": device, "world_size": 1, "files": files, "missing": missing, **here}
     return write_records(record["benchmark"], device, 1, [record])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", default=FILES, help="of tests/gpu, without test_ and .py (default: those of kernels)")
+    parser.add_argument("files", nargs="*", help="of tests/gpu, without test_ and .py (default: those of kernels)")
     parser.add_argument("--tool", default="memcheck", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("--jobs", type=int, default=8, help="runs at a time, on all GPUs together")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds for all tests together")
@@ -192,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "tests/programs/sanitize.py", *(sys.argv[1:] if arguments is None else arguments)])
     found: dict[str, Found] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
-        tests_of, turns = collect(given.files), itertools.cycle(gpus())
+        tests_of, turns = collect(given.files or files_for(given.tool), given.tool), itertools.cycle(gpus())
         if given.left:
             earlier = files_of(given.tool, device)
             tests_of = {

@@ -194,7 +194,8 @@ def fused_experts(
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
-    shape = kept_config(x.shape[-1], w2.shape[-1], num_experts, topk.experts.shape[1], activation=activation)
+    sizes = int(x.shape[-1]), int(w2.shape[-1]), num_experts, int(topk.experts.shape[1])  # symbols in a graph
+    shape = kept_config(*sizes, activation=activation)
     lora = ExpertLora() if lora is None else lora
     check_type(_GIVEN, ExpertLora, "lora", lora, "mxep.moe.ExpertLora holds the factors")
     weights = ExpertWeights(w1, w2, w3, b1, b2, b3, layout, lora)

@@ -141,7 +141,7 @@ def make_options(
     Raises ValueError for options that do not fit, and for weights or biases that do not belong to the tokens and to each other.
     """
     runtime, layout = resolve_runtime(where, runtime), weights.layout
-    options = _resolve(where, x.shape[1], x.dtype, x.device, config, recipe, runtime, layout, swiglu, group_name, weight_dtype)
+    options = _resolve(where, int(x.shape[1]), x.dtype, x.device, config, recipe, runtime, layout, swiglu, group_name, weight_dtype)
     _check_weights(where, x, router, weights, options)
     return options
 

@@ -17,10 +17,11 @@ import importlib.metadata
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -33,6 +34,7 @@ from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
+from mxep.ops.activation.functions import ActivationName, SwiGLU
 from mxep.parallel.conversion import converted_recipe, shown_names
 from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
@@ -44,7 +46,7 @@ try:
     from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
     from transformers.integrations.moe import ExpertsInterface
 
-    from mxep.integrations.transformers_activations import activation_of
+    from mxep.integrations.transformers_activations import ExpertActivation, activation_of
     from mxep.integrations.transformers_liger import convert_norm, convert_rotary, norm_kernel, rms_norm_form, rotary_form, why_modules_stay
     from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
     from mxep.integrations.transformers_router import convert_router, router_form
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
+_RECIPE = tuple(field.name for field in fields(Recipe))
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
 _HIGH_PRECISION = Recipe.named("hp")  # of adapters
 _accelerated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models, until `undo`; copies of them are not here
@@ -95,26 +98,47 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
 
     transformers' own EP implementations number a choice on another rank as `num_experts`; it adds nothing here.  Experts with one of mxep's
     activations run as one function, by recipes with MXFP8 GEMMs and no 32x1 blocks.  With adapters they do so by recipes in high precision
-    too, since the activation is then in float32.  Otherwise each choice is one row of two grouped GEMMs: for other experts and recipes,
-    inside compiled graphs, and where a rank has fewer experts than a token has choices.
+    too, since the activation is then in float32.  Otherwise each choice is one row of two grouped GEMMs: for other experts and recipes, and
+    where a rank has fewer experts than a token has choices.
 
     Raises ValueError for weights of another dtype than bfloat16 or float32, and for widths that are no multiples of 32 in MXFP8.
     """
     elsewhere = 1 if experts._is_expert_parallel else 0
     tokens, choices = hidden_states.to(_row_dtype(experts)), top_k_index.long()
-    graph, few = torch.compiler.is_compiling(), choices.shape[1] > experts.num_experts  # the function is in no graph
-    lora = _lora(experts, tokens.dtype)
+    few, lora = choices.shape[1] > experts.num_experts, _lora(experts, tokens.dtype)
     as_one = runs_fused(recipe) or (recipe.gemm == "hp" and (lora.a1 is not None or lora.a2 is not None))
-    activation = None if graph or few or not as_one else _activation_of_fused(experts)
-    if activation is not None:
-        (w1, b1), (w2, b2) = _parameters(experts)
-        options = {"group": "", "recipe": _without_exchanges(recipe), "lora": lora, **activation}
+    how = None if few or not as_one else _activation_of_fused(experts)
+    if how is not None:
+        first, second = _parameters(experts)
         choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
-        y = fused_experts(tokens, choices, top_k_weights, w1, b1, w2, b2, experts.num_experts, **options)
+        options = tuple(getattr(recipe, name) for name in _RECIPE), how.activation, how.layout, tuple(how.swiglu)
+        y = _fused_on_one_rank(tokens, choices, top_k_weights, *first, *second, experts.num_experts, *options, *lora)
         return y.to(hidden_states.dtype)
     rows, order, counts = sort_tokens_by_expert(tokens, choices, experts.num_experts + elsewhere)
     out = _products(experts, rows, counts[: experts.num_experts], recipe, pad_groups=recipe.wgrad == "mxfp8")  # 32x1 blocks
     return combine_topk(out, order, choices.shape[1], top_k_weights.float()).to(hidden_states.dtype)
+
+
+@torch._dynamo.allow_in_graph  # whole
+def _fused_on_one_rank(
+    tokens: Tensor,
+    choices: Tensor,
+    scores: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    num_experts: int,
+    recipe: tuple[Any, ...],
+    activation: ActivationName,
+    layout: str,
+    swiglu: tuple[Any, ...],
+    *lora: Tensor | None,
+) -> Tensor:
+    """`fused_experts` from tensors, numbers and strings, which a graph can hold.  Numbers may be symbols there."""
+    alone = _on_one_rank(*(int(value) if isinstance(value, torch.SymInt) else value for value in recipe))
+    options: dict[str, Any] = {"activation": activation, "layout": layout, "swiglu": SwiGLU(*swiglu), "lora": ExpertLora(*lora)}
+    return fused_experts(tokens, choices, scores, w1, b1, w2, b2, int(num_experts), group="", recipe=alone, **options)
 
 
 class ExpertExchange(EPImplementation):
@@ -148,7 +172,8 @@ class ExpertExchange(EPImplementation):
             y = self._through_blocks(tokens, choices, scores)
         else:
             (w1, b1), (w2, b2) = _parameters(self.experts)
-            options = {"group": self.ep_mesh.get_group(), "recipe": self.recipe, "lora": _lora(self.experts, dtype), **activation}
+            lora = _lora(self.experts, dtype)
+            options = {"group": self.ep_mesh.get_group(), "recipe": self.recipe, "lora": lora, **activation._asdict()}
             y = fused_experts(tokens, choices, scores, w1, b1, w2, b2, self.num_experts, **options)
         return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
 
@@ -186,8 +211,9 @@ def _row_dtype(experts: Module) -> torch.dtype:
 
 
 @functools.cache
-def _without_exchanges(recipe: Recipe) -> Recipe:
-    """The same GEMMs, without the rounding of an exchange: there is none."""
+def _on_one_rank(*of_recipe: Any) -> Recipe:
+    """The same GEMMs as those of a recipe, of which these are the fields, without the rounding of an exchange: there is none."""
+    recipe = Recipe(*of_recipe)
     return replace(recipe, name=f"{recipe.name}, on one rank", dispatch="hp", combine_backward="hp")
 
 
@@ -246,10 +272,9 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
 
 
-def _activation_of_fused(experts: Module) -> dict[str, Any] | None:
+def _activation_of_fused(experts: Module) -> ExpertActivation | None:
     """The options of `fused_experts` for the activation of these experts; None if it cannot compute them."""
-    how = None if experts.has_post_expert_norm else activation_of(experts)
-    return None if how is None else how._asdict()
+    return None if experts.has_post_expert_norm else activation_of(experts)
 
 
 @dataclass
