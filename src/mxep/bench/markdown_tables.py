@@ -283,13 +283,14 @@ def transformers_step_table(records: Records) -> str:
     for record in records:
         shape, ms = record["shape"], median_ms(record)
         what = f"{record_place(record)}, {record['model']} of {shape['layers']} layers, {shape['T']} tokens"
+        bases = ms[transformers_step.BASELINE], min(ms[arm] for arm in transformers_step.BF16 if arm in record["agreement"])
         for arm, agreement in record["agreement"].items():
-            speed = f"{ms[transformers_step.BASELINE] / ms[arm]:.2f}x"
+            speed = " / ".join(f"{base / ms[arm]:.2f}x" for base in bases)
             peak = f"{record['peak_gib'][arm]:.1f}" if "peak_gib" in record else "-"
             known = f"{agreement['loss']:.4f}", f"{agreement['worst_db']:.1f}"
             rows.append([what, f"`{arm}`", f"{ms[arm]:.1f}", f"{1e3 * shape['T'] / ms[arm]:,.0f}", speed, *known, peak])
         rows += [[what, f"`{arm}`", f"left out: {why.replace('|', '/')}", *[""] * 5] for arm, why in record["left_out"].items()]
-    against = f"against `{transformers_step.BASELINE}`"
+    against = f"against `{transformers_step.BASELINE}` / the fastest in bf16"
     return markdown(["a step", "arm", "ms", "tokens/s", against, "first loss", "worst gradient, dB", "peak, GiB"], rows)
 
 
