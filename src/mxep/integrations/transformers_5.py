@@ -135,10 +135,15 @@ def _fused_on_one_rank(
     swiglu: tuple[Any, ...],
     *lora: Tensor | None,
 ) -> Tensor:
-    """`fused_experts` from tensors, numbers and strings, which a graph can hold.  Numbers may be symbols there."""
-    alone = _on_one_rank(*(int(value) if isinstance(value, torch.SymInt) else value for value in recipe))
-    options: dict[str, Any] = {"activation": activation, "layout": layout, "swiglu": SwiGLU(*swiglu), "lora": ExpertLora(*lora)}
+    """`fused_experts` from tensors, numbers and strings, which a graph can hold."""
+    form, alone = SwiGLU(*map(_without_symbol, swiglu)), _on_one_rank(*map(_without_symbol, recipe))
+    options: dict[str, Any] = {"activation": activation, "layout": layout, "swiglu": form, "lora": ExpertLora(*lora)}
     return fused_experts(tokens, choices, scores, w1, b1, w2, b2, int(num_experts), group="", recipe=alone, **options)
+
+
+def _without_symbol(value: Any) -> Any:
+    """A number that may be a symbol, as it is with `torch.compile(dynamic=True)`: the graph is then for that number alone."""
+    return int(value) if isinstance(value, torch.SymInt) else float(value) if isinstance(value, torch.SymFloat) else value
 
 
 class ExpertExchange(EPImplementation):
