@@ -14,7 +14,7 @@ from tests.truth import raw
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxep import reference
+from mxep import operators, reference
 from mxep.operators import OVERLOADS, direct
 from mxep.ops.grouped_gemm.hopper import rebase_reference
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
@@ -442,6 +442,15 @@ def test_results_are_those_of_the_fake(name: str) -> None:
             assert not real.numel() or real.stride() == promised.stride()
             assert not real.numel() or real.untyped_storage().data_ptr() not in held, "aliases no input, and no other result"
             held.add(real.untyped_storage().data_ptr())
+
+
+def test_results_of_one_memory_are_apart_in_a_graph() -> None:
+    memory = torch.arange(8.0)
+    form = operators._form(lambda: (memory[:2], memory[2:5], torch.ones(3)), torch.ops.mxep.quantize_rowwise_columnwise.default)
+    first, second, third = form()
+    assert first.data_ptr() == memory.data_ptr()
+    assert [part.untyped_storage().nbytes() for part in (first, second, third)] == [32, 12, 12]
+    assert second.tolist() == [2.0, 3.0, 4.0]
 
 
 def column_major(value: object) -> object:

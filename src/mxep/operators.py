@@ -242,8 +242,8 @@ def _reference(name: str) -> Callable[..., Any]:
 def _form(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Callable[..., Any]:
     """A form of an operator, as graphs and profilers call it.
 
-    The overload "out" returns nothing: a compiler cannot handle a result that is an argument.  Nor may two results share memory there,
-    as parts of one allocation do, so later ones are copied.
+    The overload "out" returns nothing: a compiler cannot handle a result that is an argument.  Nor may two results share memory in a graph,
+    as parts of one allocation do: later ones are copied, but under a profiler, which should see the operations of a plain call.
     """
 
     def write(*args: Any, **kwargs: Any) -> None:
@@ -251,7 +251,7 @@ def _form(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Call
 
     def apart(*args: Any, **kwargs: Any) -> Any:
         results = function(*args, **kwargs)
-        if torch.autograd._profiler_enabled():  # which should see what runs without it
+        if torch.autograd._profiler_enabled():
             return results
         separate, memory = [], set[int]()
         for result in results:

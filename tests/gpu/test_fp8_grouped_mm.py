@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.fp8_cases import float64, quantized, ragged, relative_error
 
+from mxep.ops.grouped_gemm.hopper import gemm
 from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad
 from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens, rebase_weight
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
@@ -82,7 +83,7 @@ def test_forward_fuzz(out_dtype: torch.dtype, large: bool):
     rng = random.Random(0)
     for case in range(24 if large else 8):
         M, N, G = (rng.randint(1, most) for most in ((3000, 30, 70) if large else (300, 9, 7)))
-        N, K = 32 * N, rng.choice((32, 64, 160, 352, 1376, 2560) if large else (32, 160, 352))
+        N, K = 32 * N, rng.choice((32, 64, 160, 352, 1376, 2560) if large else (32, 160, 640))
         a, b, ends = normal(M, K), normal(G, N, K), ragged(G, M, seed=case)
         granularity = rng.choice(("auto", "row", "span"))
         out = forward(a, b, torch.tensor(ends, device="cuda"), out_dtype, granularity)
@@ -97,7 +98,7 @@ def test_adapters_are_added_before_the_result_is_rounded(large: bool):
     rng = random.Random(2)
     for case in range(40 if large else 8):
         M, G = (rng.choice(these) for these in (((1, 40, 700, 3000), (1, 3, 12, 70)) if large else ((1, 40, 300), (1, 3, 12))))
-        N, K = 32 * rng.randint(1, 30 if large else 9), rng.choice((32, 64, 352, 640, 2560) if large else (32, 64, 352))
+        N, K = 32 * rng.randint(1, 30 if large else 9), rng.choice((32, 64, 352, 640, 2560) if large else (32, 64, 640))
         a, b, ends = normal(M, K), normal(G, N, K), ragged(G, M, seed=case)
         if case % 4 == 0:
             a[1].view(torch.uint8)[::7, ::2] -= 20  # far exponents
@@ -112,6 +113,17 @@ def test_adapters_are_added_before_the_result_is_rounded(large: bool):
             start = end
         if padding_rows == "zero":
             assert not out[start:].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
+@pytest.mark.usefixtures("poison")
+def test_a_block_multiplies_several_tiles(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Two blocks have all tiles: buffers in shared memory are filled again within a tile, for the next tile, and for the next group."""
+    monkeypatch.setattr(gemm, "multiprocessors", lambda _: 2)
+    ends = ragged(5, 900, seed=3)
+    a, b, g, offs = normal(900, 640), normal(5, 288, 640), normal(900, 288), torch.tensor(ends, device="cuda")
+    assert worst_forward(forward(a, b, offs, out_dtype), a, b, ends) <= LIMIT_FUZZ
+    assert worst_wgrad(wgrad(g, a, offs, out_dtype), g, a, ends) <= LIMIT_FUZZ
 
 
 def test_adapters_that_do_not_fit():

@@ -157,6 +157,22 @@ def test_experts_are_one_graph(name: str, recipe: str, dynamic: bool | None) -> 
         assert torch.equal(value, want[key]), key
 
 
+def test_adapters_that_come_after_the_compilation() -> None:
+    experts, (tokens, choices, scores) = experts_of("Qwen3Moe"), routing()
+    experts.config._experts_implementation = "mxep"
+    compiled = torch.compile(experts, backend="aot_eager")
+    found = [compiled(tokens, choices, scores).detach()]
+    factors = transformers_5.lora_factors(experts)
+    for _ in range(2):
+        factors["down_proj"] = torch.randn(E, 8, 32) / 4, torch.randn(E, D, 8)
+        assert torch.equal(compiled(tokens, choices, scores), experts(tokens, choices, scores))
+        found.append(compiled(tokens, choices, scores).detach())
+    factors.clear()
+    assert torch.equal(compiled(tokens, choices, scores), found[0])
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_compiled_layer_is_one_graph(checkpoint: bool) -> None:
     """Each decoder layer for itself, as docs/howto/transformers.md compiles them; also recomputed inside of the graph."""

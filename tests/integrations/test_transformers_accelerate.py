@@ -78,6 +78,27 @@ def test_a_model_trains_as_before_and_is_undone(family: str) -> None:
     assert all(torch.equal(of_undone[name], gradient) for name, gradient in of_bf16.items())
 
 
+def test_layers_that_are_alike_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives up after 8 graphs of a function. Norms and rotary embeddings are converted as on a GPU, and run the class's forward."""
+    monkeypatch.setattr(transformers_5, "why_modules_stay", lambda _: None)
+    model, inputs = model_of(num_hidden_layers=9), labelled() | {"use_cache": False}
+    done = transformers_5.accelerate(model, MX, linears=["self_attn"])
+    assert not done.left
+    want = gradients(model, **inputs)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    got = gradients(model, **inputs)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert float(got[0]) == pytest.approx(float(want[0]), rel=1e-3)
+    assert got[1].keys() == want[1].keys()
+    copied = copy.deepcopy(model)
+    assert all(module.forward.__self__ is module for module in copied.model.layers.modules() if "forward" in vars(module))
+    done.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_without_labels_and_in_eval_mode_the_head_changes_nothing() -> None:
     model, inputs = model_of(), labelled()
     tokens = inputs["input_ids"]

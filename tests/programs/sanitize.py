@@ -1,14 +1,15 @@
 """The kernels' tests under NVIDIA's compute-sanitizer, a few at a time: `python tests/programs/sanitize.py --record`.
 
-    python tests/programs/sanitize.py --record --tool racecheck --limit 120 quantize_rows adamw_step
+    python tests/programs/sanitize.py --record --tool racecheck quantize_rows adamw_step
 
 Wants a CUDA GPU, each test one, and compute-sanitizer (of CUDA 12.3 or newer) on the PATH; several GPUs share the tests out.
 Every tensor gets an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that memory right after it belongs to no tensor; tests that
 capture graphs want torch's allocator and are left out, those of tensors beyond 2 GiB for their time.  The tool leaves torch's own kernels
-alone, of which references are made and which take most of the time; racecheck leaves out tests marked `large`, since a CPU looks at every
-access of shared memory.  Ends with status 1 unless every test passed without an error of the
-tool.  Each tool has its record; each file adds to it when its tests have ended or the time is over, with the tests that are left then.
-`--left` runs those, and the files that have no result.
+alone, of which references are made and which take most of the time.  racecheck leaves out tests marked `large`, since a CPU looks at every
+access of shared memory.  Ends with status 1 unless every test passed without an error of the tool.
+
+Each tool has its record.  A file adds to it when its tests have ended or the time is over, with the tests that are left then.  `--left`
+runs those, and files whole that have no result or had other tests when they were recorded.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ LEFT_OUT = " and ".join(
     f"not {tests}"
     for tests in ("graph", "gib", "billion", "host_sync", "the_float32_product", "(functions_forms and dtype1 and not plain)")
 )
-LARGE = ("fp8_errors",)  # files in which every test is marked `large`, which racecheck leaves out
 MOST = 6  # tests of one run under the tool, which makes them many times as slow: racecheck takes up to 50 s for one
 _MOST_PRINTED = 6000  # characters of what a run printed
 _ERROR_STATUS = 86  # of compute-sanitizer, which pytest does not have
@@ -110,20 +110,16 @@ def selection(tool: str) -> list[str]:
     return ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", marks, "-k", LEFT_OUT]
 
 
-def files_for(tool: str) -> tuple[str, ...]:
-    """Files that have tests for a tool."""
-    return tuple(name for name in FILES if tool != "racecheck" or name not in LARGE)
-
-
 def collect(names: Sequence[str], tool: str) -> dict[str, list[str]]:
-    """The tests of these files by name of the file."""
+    """The tests of these files by name of the file; without files that have none for the tool."""
     files = [f"tests/gpu/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "--collect-only", *selection(tool), *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     tests = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode or not tests:
         raise RuntimeError(f"sanitize: tests could not be collected:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
-    return {name: [test for test in tests if test.startswith(f"{file}::")] for name, file in zip(names, files, strict=True)}
+    of_files = {name: [test for test in tests if test.startswith(f"{file}::")] for name, file in zip(names, files, strict=True)}
+    return {name: of_file for name, of_file in of_files.items() if of_file}
 
 
 def gpus() -> list[str]:
@@ -165,24 +161,38 @@ def files_of(tool: str, device: str) -> dict[str, Any]:
     return json.loads(path.read_text())[0]["files"] if path.is_file() else {}
 
 
-def keep(tool: str, device: str, runs: Mapping[str, Sequence[tuple[Sequence[str], Found]]], command: str, more: bool = False) -> Path:
+def is_of(result: Mapping[str, Any] | None, tests: Sequence[str]) -> bool:
+    """Whether an earlier result is of these tests of a file, as far as it says."""
+    return result is not None and result.get("tests", len(tests)) == len(tests) and set(result.get("left", ())) <= set(tests)
+
+
+def keep(
+    tool: str,
+    device: str,
+    runs: Mapping[str, Sequence[tuple[Sequence[str], Found]]],
+    command: str,
+    collected: Mapping[str, Sequence[str]],
+    adds: bool = False,
+) -> Path:
     """The record with the runs of these files, of some tests each, under the commits of the runs.
 
-    What runs found adds to an earlier result (`more`) or takes its place. A run that did not end has no result: its tests are left.
+    What runs found adds to an earlier result of the same tests, with `adds`, or takes its place.  A run that did not end has no result: its
+    tests are left.  `collected`: the tests of every file.
     """
     here, earlier = origin(command), files_of(tool, device)
-    files = {name: result for name, result in earlier.items() if name in FILES and name not in runs}
+    files = {name: result for name, result in earlier.items() if name in collected and name not in runs}
     for name, parts in runs.items():
         ended = [found for _, found in parts if found.errors is not None]
         left = [test for tests, found in parts if found.errors is None for test in tests]
         commits = [here["commit"]] * bool(ended)
-        if more and name in earlier:
+        if adds and is_of(earlier.get(name), collected[name]):
             ended.append(Found(*(earlier[name][field] for field in Found._fields)))
             commits = list(dict.fromkeys(earlier[name]["commit"].split(", ") + commits))
         result = together(ended)
         if result.passed + result.failed:
-            files[name] = {**result._asdict(), "commit": ", ".join(commits), **({"left": left} if left else {})}
-    missing = [name for name in files_for(tool) if "left" in files.get(name, {"left": None})]
+            files[name] = {**result._asdict(), "tests": len(collected[name]), "commit": ", ".join(commits)}
+            files[name] |= {"left": left} if left else {}
+    missing = [name for name, tests in collected.items() if not is_of(files.get(name), tests) or "left" in files[name]]
     record = {"benchmark": f"sanitizer_{tool}", "device": device, "world_size": 1, "files": files, "missing": missing, **here}
     return write_records(record["benchmark"], device, 1, [record])
 
@@ -203,13 +213,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "tests/programs/sanitize.py", *(sys.argv[1:] if arguments is None else arguments)])
     found: dict[str, Found] = {}
     with ThreadPoolExecutor(given.jobs) as pool:
-        tests_of, turns = collect(given.files or files_for(given.tool), given.tool), itertools.cycle(gpus())
+        collected, turns = collect(FILES, given.tool), itertools.cycle(gpus())
+        if without := [name for name in given.files if name not in collected]:
+            parser.error(f"{', '.join(without)}: no test for {given.tool}, want some of {', '.join(collected)}")
+        tests_of = {name: collected[name] for name in given.files or collected}
         if given.left:
             earlier = files_of(given.tool, device)
-            tests_of = {
-                name: [test for test in tests if name not in earlier or test in earlier[name].get("left", ())]
-                for name, tests in tests_of.items()
-            }
+            tests_of |= {name: earlier[name].get("left", []) for name, tests in tests_of.items() if is_of(earlier.get(name), tests)}
         runs: dict[Future[Found], tuple[str, list[str]]] = {}
         ended: dict[str, list[tuple[list[str], Found]]] = {}
         for name, tests in tests_of.items():
@@ -223,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found[name] = result = together([result for _, result in ended[name]])
             print(f"{name}: {result.passed} passed, {result.failed} failed, {result.errors} errors of {given.tool}", flush=True)
             if given.record:
-                print("wrote", keep(given.tool, device, {name: ended[name]}, command, given.left), flush=True)
+                print("wrote", keep(given.tool, device, {name: ended[name]}, command, collected, given.left), flush=True)
     return 0 if all(result.clean for result in found.values()) else 1
 
 

@@ -19,7 +19,8 @@ CUDA graphs  forward and backward over symmetric memory can be captured, on ever
           tokens and other routing without the hosts
 memory    a row for each received row where the host knows their number, else the balanced share and its usual deviation; more rows are
           computed in chunks of experts (fused/expert_chunks.py, `RuntimeEPConfig.scratch_rows`); no token is dropped under any skew
-torch.compile  breaks the graph before the layer and continues after it (fullgraph=True is refused)
+torch.compile  breaks the graph before the layer and continues after it (fullgraph=True is refused), but for experts of transformers on one
+          rank (integrations/transformers_5.py)
 
 The input is this rank's tokens (data parallel), the experts are sharded over the group (expert parallel), and the outputs are this rank's
 tokens again: DP -> EP -> DP.  The router's weight is replicated; its gradient is that of this rank's tokens, so trainers add it up over
@@ -194,7 +195,8 @@ def fused_experts(
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     group_name, runtime = group_name_of(_GIVEN, group), resolve_runtime(_GIVEN, config)
     topk = check_topk(_GIVEN, tokens, experts, scores, num_experts, allowed_topk(group_name, runtime))
-    sizes = int(x.shape[-1]), int(w2.shape[-1]), num_experts, int(topk.experts.shape[1])  # symbols in a graph
+    # int: sizes may be symbols while a graph is traced, which then is for these sizes alone.
+    sizes = int(x.shape[-1]), int(w2.shape[-1]), num_experts, int(topk.experts.shape[1])
     shape = kept_config(*sizes, activation=activation)
     lora = ExpertLora() if lora is None else lora
     check_type(_GIVEN, ExpertLora, "lora", lora, "mxep.moe.ExpertLora holds the factors")

@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
-_RECIPE = tuple(field.name for field in fields(Recipe))
+_RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
+_FACTORS = "_mxep_lora_factors"  # attribute of experts with adapters
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
 _HIGH_PRECISION = Recipe.named("hp")  # of adapters
 _accelerated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models, until `undo`; copies of them are not here
@@ -111,7 +112,7 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     if how is not None:
         first, second = _parameters(experts)
         choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
-        options = tuple(getattr(recipe, name) for name in _RECIPE), how.activation, how.layout, tuple(how.swiglu)
+        options = tuple(getattr(recipe, name) for name in _RECIPE_FIELDS), how.activation, how.layout, tuple(how.swiglu)
         y = _fused_on_one_rank(tokens, choices, top_k_weights, *first, *second, experts.num_experts, *options, *lora)
         return y.to(hidden_states.dtype)
     rows, order, counts = sort_tokens_by_expert(tokens, choices, experts.num_experts + elsewhere)
@@ -119,7 +120,7 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     return combine_topk(out, order, choices.shape[1], top_k_weights.float()).to(hidden_states.dtype)
 
 
-@torch._dynamo.allow_in_graph  # whole
+@torch._dynamo.allow_in_graph  # dynamo writes a call of it into its graph; what is in it is traced after that, by AOTAutograd
 def _fused_on_one_rank(
     tokens: Tensor,
     choices: Tensor,
@@ -135,7 +136,10 @@ def _fused_on_one_rank(
     swiglu: tuple[Any, ...],
     *lora: Tensor | None,
 ) -> Tensor:
-    """`fused_experts` from tensors, numbers and strings, which a graph can hold."""
+    """`fused_experts` from tensors, and numbers and strings, which a graph can hold; `recipe` has the fields of a `Recipe`.
+
+    A graph goes by the arguments alone: what else is read in here is as it was when it was traced.
+    """
     form, alone = SwiGLU(*map(_without_symbol, swiglu)), _on_one_rank(*map(_without_symbol, recipe))
     options: dict[str, Any] = {"activation": activation, "layout": layout, "swiglu": form, "lora": ExpertLora(*lora)}
     return fused_experts(tokens, choices, scores, w1, b1, w2, b2, int(num_experts), group="", recipe=alone, **options)
@@ -236,7 +240,11 @@ def computes(experts: nn.Module) -> bool:
 
 def lora_factors(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Adapters by the name of their weight, a (E, R, K) and b (E, N, R), which these experts apply as long as they are in the dict."""
-    return vars(experts).setdefault("_mxep_lora_factors", {})  # type: ignore[no-any-return]
+    found: dict[str, tuple[Tensor, Tensor]] | None = getattr(experts, _FACTORS, None)
+    if found is None:
+        found = {}
+        setattr(experts, _FACTORS, found)
+    return found
 
 
 def weight_names(experts: Module) -> tuple[str, str]:
@@ -245,7 +253,7 @@ def weight_names(experts: Module) -> tuple[str, str]:
 
 
 def _lora(experts: Module, dtype: torch.dtype) -> ExpertLora:
-    factors = vars(experts).get("_mxep_lora_factors") or {}
+    factors = getattr(experts, _FACTORS, None) or {}  # a compiled graph sees when they come
     pairs = (factors.get(name, (None, None)) for name in weight_names(experts))
     return ExpertLora(*(None if factor is None else factor.to(dtype) for pair in pairs for factor in pair))
 
@@ -278,7 +286,7 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
 
 
 def _activation_of_fused(experts: Module) -> ExpertActivation | None:
-    """The options of `fused_experts` for the activation of these experts; None if it cannot compute them."""
+    """The activation of these experts; None if `fused_experts` cannot compute them."""
     return None if experts.has_post_expert_norm else activation_of(experts)
 
 

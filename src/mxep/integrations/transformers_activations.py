@@ -47,7 +47,10 @@ class ExpertActivation(NamedTuple):
 
 
 def activation_of(experts: Any) -> ExpertActivation | None:
-    """The activation between these experts' GEMMs if it is one of mxep's, else None; in a compiled graph a constant."""
+    """The activation between these experts' GEMMs if it is one of mxep's, else None.
+
+    In a compiled graph a constant; the look at a gate of the experts' own breaks the graph.
+    """
     act_fn = getattr(experts, "act_fn", None)  # a gate of its own may have none
     name = _name_of(act_fn)
     if not experts.has_gate:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.extras import install_command
+from mxep.integrations.transformers_forward import replace_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,8 +86,7 @@ def why_modules_stay(model: PreTrainedModel) -> str | None:
 
 def convert_norm(norm: nn.Module, form: RMSNormForm) -> Callable[[], None]:
     """Let a module compute by a fused kernel; returns what undoes it. Names and parameters stay."""
-    norm.forward = functools.partial(_norm_forward, norm, form)  # type: ignore[method-assign]
-    return functools.partial(delattr, norm, "forward")
+    return replace_forward(norm, _norm_forward, form)
 
 
 def norm_kernel(norm: Any, form: RMSNormForm) -> str:
@@ -144,8 +144,7 @@ def _rotary_form_of(rotate: Any) -> RotaryForm | None:
 
 def convert_rotary(attention: nn.Module) -> Callable[[], None]:
     """Let an attention module of a form that `rotary_form` knows rotate by liger-kernel's kernel; returns what undoes it."""
-    attention.forward = functools.partial(_attention_forward, attention)  # type: ignore[method-assign]
-    return functools.partial(delattr, attention, "forward")
+    return replace_forward(attention, _attention_forward)
 
 
 def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mxep.integrations.transformers_forward import replace_forward
 from mxep.moe.router import RouterProduct, RouteTokens
 
 _PROBED_TOKENS, _PROBED_LOGITS = 16, 256
@@ -129,8 +130,7 @@ def _same(got: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor, Tensor, Tens
 
 def convert_router(router: nn.Module, form: RouterForm) -> Callable[[], None]:
     """Let a module of that form route by our kernels; returns what undoes it. Names and parameters stay."""
-    router.forward = functools.partial(_router_forward, router, form, _attributes(router))  # type: ignore[method-assign]
-    return functools.partial(delattr, router, "forward")
+    return replace_forward(router, _router_forward, form, _attributes(router))
 
 
 def _router_forward(
