@@ -11,6 +11,7 @@ The model is Qwen3-30B-A3B cut to 8 layers, with random weights in bf16; a step 
 | grouped_mm_liger_compiled | the same with liger-kernel's loss, which is outside of the layers |
 | mxep_hp, mxep_mx | `transformers_5.accelerate`, wgrad in high precision and from MX bytes |
 | mxep_mx_compiled | the latter with every decoder layer under torch.compile |
+| mxep_mx_head_compiled | the same with the projection to the vocabulary in MXFP8 |
 
 Layers are compiled one by one, since transformers makes a mask for its attention in a graph of the whole model: attention took 3.4 times as
 long with it (99.6 instead of 29.6 ms of this step).
@@ -42,7 +43,13 @@ from mxep.bench.transformers import MODELS, registered
 
 BASELINE = "grouped_mm"
 BF16 = (BASELINE, "grouped_mm_liger", "grouped_mm_compiled", "grouped_mm_liger_compiled")
-OURS = {"mxep_hp": "mxfp8_wgrad_with_hp", "mxep_mx": "mxfp8_wgrad_with_mx", "mxep_mx_compiled": "mxfp8_wgrad_with_mx"}
+_MX = "mxfp8_wgrad_with_mx"
+OURS = {  # arm -> arguments of `accelerate`
+    "mxep_hp": {"recipe": "mxfp8_wgrad_with_hp"},
+    "mxep_mx": {"recipe": _MX},
+    "mxep_mx_compiled": {"recipe": _MX},
+    "mxep_mx_head_compiled": {"recipe": _MX, "head_recipe": _MX},
+}
 _MODEL, _LAYERS, _SEQUENCES, _SEQ_LEN = "Qwen3-30B-A3B", 8, 4, 4096
 _SIZES: dict[str, dict[str, int]] = {
     "Qwen3-30B-A3B": {"vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "norm_topk_prob": True},
@@ -105,7 +112,7 @@ class StepProblem:
         model = copy.deepcopy(self.model, shared)
         swapped: dict[str, Any] = {}
         if arm in OURS:
-            self.adapter.accelerate(model, OURS[arm])
+            self.adapter.accelerate(model, **OURS[arm])
         elif "liger" in arm:
             try:
                 swapped = _with_liger(model, whole=not arm.endswith("compiled"))
