@@ -136,8 +136,12 @@ def convert_router(router: nn.Module, form: RouterForm) -> Callable[[], None]:
 def _router_forward(
     router: nn.Module, form: RouterForm, attributes: tuple[tuple[str, object], ...], hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In a compiled graph the class's own forward runs, and where the module's attributes are others than when it was converted."""
-    if torch.compiler.is_compiling() or _attributes(router) != attributes:
+    """The class's own forward runs where the module's attributes are others than when it was converted."""
+    if torch.compiler.is_compiling():  # a graph cannot go through all attributes
+        same = all(getattr(router, name, None) == value for name, value in attributes)
+    else:
+        same = _attributes(router) == attributes
+    if not same:
         return type(router).forward(router, hidden_states)  # type: ignore[no-any-return]
     return _route(router, form, hidden_states)
 
