@@ -145,6 +145,31 @@ def test_a_replaced_activation_is_recognised_again(monkeypatch: pytest.MonkeyPat
     assert activation_of(experts) is None
 
 
+def in_graph(experts: Any, dynamic: bool) -> ExpertActivation | None:
+    """What a graph without breaks sees."""
+
+    def forward(x: Tensor) -> Any:
+        how = activation_of(experts)
+        return x + 1, None if how is None else (how.activation, how.layout, tuple(how.swiglu))
+
+    torch._dynamo.reset()
+    _, found = torch.compile(forward, backend="eager", fullgraph=True, dynamic=dynamic)(torch.ones(2))
+    return None if found is None else ExpertActivation(found[0], found[1], SwiGLU(*found[2]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", MODELS, ids=lambda name: name[0])
+def test_graphs_recognise_the_same(name: tuple[str, str, str], dynamic: bool) -> None:
+    """Attributes are numbers of the graph there, or symbols where sizes are dynamic."""
+    assert in_graph(experts_of(*name), dynamic) == MODELS[name]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_recognise_no_other_than_that_of_a_user(case: str) -> None:
+    make, want = CASES[case]
+    assert in_graph(make(), dynamic=False) in (want, None)  # None: the model's own gate runs
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(dtype)
