@@ -146,7 +146,7 @@ def test_experts_run_as_one_function(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
-@pytest.mark.parametrize("name", ["Qwen3Moe", "NemotronH", "DeepseekV3"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "NemotronH", "DeepseekV3", "GptOss"])
 def test_experts_are_one_graph(name: str, recipe: str, dynamic: bool | None) -> None:
     """Compiled whole, forward and backward, with the bits of the eager function; of any number of tokens where sizes are dynamic."""
     experts, inputs, grad = experts_of(name), routing(), torch.randn(TOKENS, D)
@@ -171,6 +171,20 @@ def test_adapters_that_come_after_the_compilation() -> None:
     assert torch.equal(compiled(tokens, choices, scores), found[0])
     assert not torch.equal(found[0], found[1])
     assert not torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_graph_follows_the_limit_of_a_gate(dynamic: bool | None) -> None:
+    """A gate of a model's own, with constants that another layer has otherwise, or that change after the first call."""
+    experts, inputs, grad = experts_of("GptOss"), routing(), torch.randn(TOKENS, D)
+    torch._dynamo.reset()
+    compiled = copy.deepcopy(experts)
+    compiled.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for limit in (0.5, 1.0, 0.25):
+        experts.limit = compiled.limit = limit
+        want = run(experts, "mxep", inputs, grad)
+        for key, value in run(compiled, "mxep", inputs, grad).items():
+            assert torch.equal(value, want[key]), key
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -138,11 +138,47 @@ def test_activations_of_a_user(case: str) -> None:
     assert activation_of(make()) == want
 
 
+def test_a_graph_sees_an_attribute_that_comes_later() -> None:
+    experts, x = WithBeta(), torch.ones(2)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: (x + 1, activation_of(experts) is None), backend="eager", fullgraph=True)
+    assert not compiled(x)[1]
+    experts.beta = 2.0
+    assert compiled(x)[1]
+    del experts.beta
+    assert not compiled(x)[1]
+
+
 def test_a_replaced_activation_is_recognised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Clamped(limit=10.0)
     assert activation_of(experts) == LIMITED
     monkeypatch.setattr(Clamped, "_apply_gate", lambda self, gate_up: F.gelu(gate_up))
     assert activation_of(experts) is None
+
+
+def in_graph(experts: Any, dynamic: bool) -> ExpertActivation | None:
+    """What a graph without breaks sees."""
+
+    def forward(x: Tensor) -> Any:
+        how = activation_of(experts)
+        return x + 1, None if how is None else (how.activation, how.layout, tuple(how.swiglu))
+
+    torch._dynamo.reset()
+    _, found = torch.compile(forward, backend="eager", fullgraph=True, dynamic=dynamic)(torch.ones(2))
+    return None if found is None else ExpertActivation(found[0], found[1], SwiGLU(*found[2]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", MODELS, ids=lambda name: name[0])
+def test_graphs_recognise_the_same(name: tuple[str, str, str], dynamic: bool) -> None:
+    """Attributes are numbers of the graph there, or symbols where sizes are dynamic."""
+    assert in_graph(experts_of(*name), dynamic) == MODELS[name]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_recognise_no_other_than_that_of_a_user(case: str) -> None:
+    make, want = CASES[case]
+    assert in_graph(make(), dynamic=False) in (want, None)  # None: the model's own gate runs
 
 
 @contextmanager

@@ -47,9 +47,10 @@ class ExpertActivation(NamedTuple):
 
 
 def activation_of(experts: Any) -> ExpertActivation | None:
-    """The activation between these experts' GEMMs if it is one of mxep's, else None.
+    """The activation between these experts' GEMMs if it is one of mxep's, else None; in a compiled graph a constant.
 
-    In a compiled graph a constant; the look at a gate of the experts' own breaks the graph.
+    A graph can read attributes of a module but not list them.  There a gate of their own is run with those that its code names, and is
+    none of mxep's if it asks for more.
     """
     act_fn = getattr(experts, "act_fn", None)  # a gate of its own may have none
     name = _name_of(act_fn)
@@ -62,10 +63,14 @@ def activation_of(experts: Any) -> ExpertActivation | None:
         return ExpertActivation(name, "concatenated", SwiGLU()) if name is not None and is_gated(name) else None
     if name != "swiglu" and act_fn is not None:
         return None
+    if torch.compiler.is_compiling():
+        read = ((name, getattr(experts, name, None)) for name in _names_in(apply_gate))
+        found = _known(apply_gate, tuple((name, _specialized(value)) for name, value in read if isinstance(value, _PLAIN)))
+        return None if found is None else ExpertActivation(found[0], found[1], SwiGLU(*map(float, found[2])))
     plain = tuple((name, value) for name, value in vars(experts).items() if isinstance(value, _PLAIN))
     others = tuple(name for name, value in vars(experts).items() if not isinstance(value, _PLAIN))
     others += (*experts._parameters, *experts._buffers, *experts._modules)
-    return _known(apply_gate, plain, others)
+    return _find(apply_gate, plain, others)
 
 
 def _name_of(act_fn: Any) -> ActivationName | None:
@@ -76,13 +81,30 @@ def _name_of(act_fn: Any) -> ActivationName | None:
 
 
 @torch._dynamo.assume_constant_result
-def _known(apply_gate: Any, plain: tuple, others: tuple) -> ExpertActivation | None:
-    return _find(apply_gate, plain, others)
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Names that the code of a Python function uses, and its strings, which may be names for getattr."""
+    code = getattr(function, "__code__", None)
+    strings = () if code is None else (name for name in code.co_consts if isinstance(name, str) and name.isidentifier())
+    return () if code is None else (*code.co_names, *strings)
+
+
+def _specialized(value: Any) -> Any:
+    """The same value, which a graph with dynamic sizes has as a symbol, as a constant for which that graph is made."""
+    return next(iter({value: None}))
+
+
+@torch._dynamo.assume_constant_result
+def _known(apply_gate: Any, plain: tuple) -> tuple[ActivationName, str, tuple[float, ...]] | None:
+    """`_find` without names of others, in plain tuples, of which a compiler can make constants."""
+    found = _find(apply_gate, plain, None)
+    return None if found is None else (found.activation, found.layout, tuple(found.swiglu))
 
 
 @functools.cache
-def _find(apply_gate: Any, plain: tuple, others: tuple) -> ExpertActivation | None:
-    """The gate that has the values and gradients of this method of experts with such attributes."""
+def _find(apply_gate: Any, plain: tuple, others: tuple | None) -> ExpertActivation | None:
+    """The gate that has the values and gradients of this method of experts with such attributes; others: names of further ones that are no
+    plain values, None: any name.
+    """
     # In a thread of its own nothing that is around this forward is around these operations: modes that count, fake or recompute them,
     # hooks on what is saved, autocast, a default device.
     with ThreadPoolExecutor(1) as thread:
@@ -92,17 +114,17 @@ def _find(apply_gate: Any, plain: tuple, others: tuple) -> ExpertActivation | No
 class _Experts:
     """Experts with nothing but plain attributes."""
 
-    def __init__(self, plain: dict[str, Any], others: tuple[str, ...]) -> None:
+    def __init__(self, plain: dict[str, Any], others: tuple[str, ...] | None) -> None:
         self.__dict__.update(plain, act_fn=F.silu)
         self._others = others
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._others:
-            raise TypeError(f"{name} is no plain number")
+        if self._others is None or name in self._others:
+            raise TypeError(f"{name} is no plain number, or not known here")
         raise AttributeError(name)
 
 
-def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...]) -> ExpertActivation | None:
+def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...] | None) -> ExpertActivation | None:
     given = {name: value for name, value in plain.items() if isinstance(value, (int, float))}
     numbers = {field: float(given[name]) for field, names in _CONSTANTS.items() for name in names if name in given}
     values = _values(numbers.get("limit", math.inf))
