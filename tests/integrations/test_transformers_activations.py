@@ -138,17 +138,6 @@ def test_activations_of_a_user(case: str) -> None:
     assert activation_of(make()) == want
 
 
-def test_a_graph_sees_an_attribute_that_comes_later() -> None:
-    experts, x = WithBeta(), torch.ones(2)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: (x + 1, activation_of(experts) is None), backend="eager", fullgraph=True)
-    assert not compiled(x)[1]
-    experts.beta = 2.0
-    assert compiled(x)[1]
-    del experts.beta
-    assert not compiled(x)[1]
-
-
 def test_a_replaced_activation_is_recognised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Clamped(limit=10.0)
     assert activation_of(experts) == LIMITED
