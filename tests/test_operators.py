@@ -446,7 +446,7 @@ def test_results_are_those_of_the_fake(name: str) -> None:
 
 def test_results_of_one_memory_are_apart_in_a_graph() -> None:
     memory = torch.arange(8.0)
-    form = operators._form(lambda: (memory[:2], memory[2:5], torch.ones(3)), torch.ops.mxep.quantize_rowwise_columnwise.default)
+    form = operators._apart(lambda: (memory[:2], memory[2:5], torch.ones(3)), torch.ops.mxep.quantize_rowwise_columnwise.default)
     first, second, third = form()
     assert first.data_ptr() == memory.data_ptr()
     assert [part.untyped_storage().nbytes() for part in (first, second, third)] == [32, 12, 12]

@@ -240,16 +240,26 @@ def _reference(name: str) -> Callable[..., Any]:
 
 
 def _form(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A form of an operator, as graphs and profilers call it.
-
-    The overload "out" returns nothing: a compiler cannot handle a result that is an argument.  Nor may two results share memory in a graph,
-    as parts of one allocation do: later ones are copied, but under a profiler, which should see the operations of a plain call.
-    """
+    """A form of an operator.  The overload "out" returns nothing: a compiler cannot handle a result that is an argument."""
+    if operator._schema.returns:
+        return function
 
     def write(*args: Any, **kwargs: Any) -> None:
         function(*args, **kwargs)
 
-    def apart(*args: Any, **kwargs: Any) -> Any:
+    return write
+
+
+def _apart(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A form whose results share no memory in a graph, as parts of one allocation do: later ones are copied.
+
+    They are not under a profiler, which should see the operations of a plain call.
+    """
+    returned = operator._schema.returns
+    if len(returned) < 2 and (not returned or str(returned[0].type) != "List[Tensor]"):
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
         results = function(*args, **kwargs)
         if torch.autograd._profiler_enabled():
             return results
@@ -260,9 +270,7 @@ def _form(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Call
             memory.add(storage)
         return separate if isinstance(results, list) else tuple(separate)
 
-    returned = operator._schema.returns
-    several = len(returned) > 1 or (len(returned) == 1 and str(returned[0].type) == "List[Tensor]")
-    return write if not returned else apart if several else function
+    return call
 
 
 def _fake(name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
@@ -292,7 +300,7 @@ for _schema, _overload in zip(_SCHEMAS, OVERLOADS, strict=True):
     _operator = getattr(getattr(torch.ops.mxep, _name), "out" if _overload != _name else "default")
     _launcher = _deferred(LAUNCHERS.get(_name, _TRANSPORT), _name)
     _library.impl(_overload, _form(_reference(_name), _operator), "CPU")
-    _library.impl(_overload, _form(_launcher, _operator), "CUDA")
+    _library.impl(_overload, _apart(_form(_launcher, _operator), _operator), "CUDA")
     torch.library.register_fake(f"mxep::{_overload}", _fake(_name, _operator._schema), lib=_library)
     if _name in _WRITE_TO_PEERS:
         torch.fx.node.has_side_effect(_operator)
