@@ -53,9 +53,8 @@ def wgrad_truth(grad: torch.Tensor, a: torch.Tensor, ends: list[int]) -> torch.T
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d))
-@pytest.mark.parametrize(
-    ("K", "N"), [(64, 96), pytest.param(1408, 256, marks=pytest.mark.large), (36, 20)]
-)  # torch's GEMM does not take the last one
+# torch's GEMM does not take the last sizes
+@pytest.mark.parametrize(("K", "N"), [(64, 96), pytest.param(1408, 256, marks=pytest.mark.large), (36, 20)])
 def test_hp(ends: list[int], dtypes: tuple, K: int, N: int, no_sync):
     a_dtype, b_dtype, out_dtype = dtypes
     M = ends[-1] + TAIL
@@ -207,9 +206,8 @@ def test_add_group_lora(ends: list[int], dtype: torch.dtype, R: int, K: int, N: 
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-@pytest.mark.parametrize(
-    ("K", "N"), [(8, 2048), (16, 2048), (64, 160), pytest.param(64, 2048, marks=pytest.mark.large)]
-)  # 64: gathered first
+# rows of 64 are gathered first
+@pytest.mark.parametrize(("K", "N"), [(8, 2048), (16, 2048), (64, 160), pytest.param(64, 2048, marks=pytest.mark.large)])
 def test_wgrad_through_a_map(ends: list[int], dtype: torch.dtype, K: int, N: int, no_sync):
     M = ends[-1] + TAIL
     few, a = torch.randn(50, N, device="cuda").to(dtype), torch.randn(M, K, device="cuda").to(dtype)

@@ -57,7 +57,7 @@ LEFT_OUT = " and ".join(
     f"not {tests}"
     for tests in ("graph", "gib", "billion", "host_sync", "the_float32_product", "(functions_forms and dtype1 and not plain)")
 )
-MOST = 6  # tests of one run under the tool, which makes them many times as slow: racecheck takes up to 50 s for one
+MOST = 6  # tests of one run under the tool, which makes them many times as slow
 _MOST_PRINTED = 6000  # characters of what a run printed
 _ERROR_STATUS = 86  # of compute-sanitizer, which pytest does not have
 _OF_LIBRARIES = "kns=at6native,kns=at_cuda_detail"  # in the mangled names of torch's kernels and of CUB's in it

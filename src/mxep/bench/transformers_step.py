@@ -13,8 +13,8 @@ The model is Qwen3-30B-A3B cut to 8 layers, with random weights in bf16; a step 
 | mxep_mx_compiled | the latter with every decoder layer under torch.compile |
 | mxep_mx_head_compiled | the same with the projection to the vocabulary in MXFP8 |
 
-Layers are compiled one by one, since transformers makes a mask for its attention in a graph of the whole model: attention took 3.4 times as
-long with it (99.6 instead of 29.6 ms of this step).
+Layers are compiled one by one, since transformers makes a mask for its attention in a graph of the whole model, with which attention takes
+several times as long (docs/log.md).
 
 An arm in bf16 that does not import, fails, or changes a parameter without the optimizer, is named and left out, but for `grouped_mm`.  The
 check compares every arm's first loss and gradients with those of `grouped_mm`: of the first and last layer, without the routers, of the

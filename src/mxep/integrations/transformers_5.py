@@ -34,7 +34,7 @@ from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
-from mxep.ops.activation.functions import ActivationName, SwiGLU
+from mxep.ops.activation.functions import SwiGLU
 from mxep.parallel.conversion import converted_recipe, shown_names
 from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
@@ -112,8 +112,9 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
     if how is not None:
         first, second = _parameters(experts)
         choices = choices.masked_fill(choices == experts.num_experts, -1) if elsewhere else choices
-        options = tuple(getattr(recipe, name) for name in _RECIPE_FIELDS), how.activation, how.layout, tuple(how.swiglu)
-        y = _fused_on_one_rank(tokens, choices, top_k_weights, *first, *second, experts.num_experts, *options, *lora)
+        operands, fields_of_recipe = (tokens, choices, top_k_weights, *first, *second), tuple(getattr(recipe, f) for f in _RECIPE_FIELDS)
+        form = how.activation, how.layout, *how.swiglu
+        y = _fused_on_one_rank(operands, tuple(lora), experts.num_experts, fields_of_recipe, form)
         return y.to(hidden_states.dtype)
     rows, order, counts = sort_tokens_by_expert(tokens, choices, experts.num_experts + elsewhere)
     out = _products(experts, rows, counts[: experts.num_experts], recipe, pad_groups=recipe.wgrad == "mxfp8")  # 32x1 blocks
@@ -122,27 +123,16 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
 
 @torch._dynamo.allow_in_graph  # dynamo writes a call of it into its graph; what is in it is traced after that, by AOTAutograd
 def _fused_on_one_rank(
-    tokens: Tensor,
-    choices: Tensor,
-    scores: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    num_experts: int,
-    recipe: tuple[Any, ...],
-    activation: ActivationName,
-    layout: str,
-    swiglu: tuple[Any, ...],
-    *lora: Tensor | None,
+    operands: tuple[Any, ...], lora: tuple[Any, ...], num_experts: int, recipe: tuple[Any, ...], how: tuple[Any, ...]
 ) -> Tensor:
-    """`fused_experts` from tensors, and numbers and strings, which a graph can hold; `recipe` has the fields of a `Recipe`.
+    """`fused_experts` from plain tuples, which a graph can hold: its tensors up to b2, those of an `ExpertLora`, the fields of a `Recipe`,
+    and of an `ExpertActivation`, the numbers of its SwiGLU last.
 
     A graph goes by the arguments alone: what else is read in here is as it was when it was traced.
     """
-    form, alone = SwiGLU(*map(_without_symbol, swiglu)), _on_one_rank(*map(_without_symbol, recipe))
-    options: dict[str, Any] = {"activation": activation, "layout": layout, "swiglu": form, "lora": ExpertLora(*lora)}
-    return fused_experts(tokens, choices, scores, w1, b1, w2, b2, int(num_experts), group="", recipe=alone, **options)
+    (activation, layout, *form), alone = how, _on_one_rank(*map(_without_symbol, recipe))
+    options: dict[str, Any] = {"activation": activation, "layout": layout, "swiglu": SwiGLU(*map(_without_symbol, form))}
+    return fused_experts(*operands, num_experts=int(num_experts), group="", recipe=alone, lora=ExpertLora(*lora), **options)
 
 
 def _without_symbol(value: Any) -> Any:
