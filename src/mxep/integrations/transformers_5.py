@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Module = Any  # one of transformers' classes of experts, whose attributes its decorator `use_experts_implementation` adds
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]  # of `fused_experts`, from x to b2
 _RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 _FACTORS = "_mxep_lora_factors"  # attribute of experts with adapters
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
@@ -123,9 +124,9 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
 
 @torch._dynamo.allow_in_graph  # dynamo writes a call of it into its graph; what is in it is traced after that, by AOTAutograd
 def _fused_on_one_rank(
-    operands: tuple[Any, ...], lora: tuple[Any, ...], num_experts: int, recipe: tuple[Any, ...], how: tuple[Any, ...]
+    operands: _Operands, lora: tuple[Any, ...], num_experts: int, recipe: tuple[Any, ...], how: tuple[Any, ...]
 ) -> Tensor:
-    """`fused_experts` from plain tuples, which a graph can hold: its tensors up to b2, those of an `ExpertLora`, the fields of a `Recipe`,
+    """`fused_experts` from plain tuples, which a graph can hold: its tensors from x to b2, those of an `ExpertLora`, the fields of a `Recipe`,
     and of an `ExpertActivation`, the numbers of its SwiGLU last.
 
     A graph goes by the arguments alone: what else is read in here is as it was when it was traced.
