@@ -126,9 +126,10 @@ def experts_forward(experts: Module, hidden_states: Tensor, top_k_index: Tensor,
 def _fused_on_one_rank(
     operands: _Operands, lora: tuple[Any, ...], num_experts: int, recipe: tuple[Any, ...], how: tuple[Any, ...]
 ) -> Tensor:
-    """`fused_experts` from plain tuples, which a graph can hold: its tensors from x to b2, those of an `ExpertLora`, the fields of a `Recipe`,
-    and of an `ExpertActivation`, the numbers of its SwiGLU last.
+    """`fused_experts` from plain tuples, which a graph can hold.
 
+    `lora`: the tensors of an `ExpertLora`.  `recipe`: the fields of a `Recipe`.  `how`: those of an `ExpertActivation`, with the numbers of
+    its SwiGLU last.
     A graph goes by the arguments alone: what else is read in here is as it was when it was traced.
     """
     (activation, layout, *form), alone = how, _on_one_rank(*map(_without_symbol, recipe))
