@@ -137,8 +137,7 @@ class _HighPrecision:
         if d_hidden is not None:
             d_hidden.copy_(_wide_product(logits, self.weight))
         if self.for_weight:
-            product = _wide_product(logits.t(), hidden)
-            self.d_weight = product if self.d_weight is None else self.d_weight.add_(product)
+            self.d_weight = _wide_product(logits.t(), hidden, self.d_weight)
         return loss
 
     def weight_gradient(self) -> Tensor | None:
@@ -187,12 +186,18 @@ class _MX:
         return None if self.d_weight is None else self.d_weight[0, : self.words]
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bf16 or wider, in float32 or float64: rounding each chunk's partial sum to bf16 would add errors."""
-    if a.is_cuda and a.dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
+def _wide_product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
+    """a @ b of bf16 or wider, in float32 or float64: rounding each chunk's partial sum to bf16 would add errors.
+
+    `total` (in that dtype) is added, in place, by the product itself: a pass of its own would read and write as much again.
+    """
     wide = torch.promote_types(a.dtype, torch.float32)
-    return a.to(wide) @ b.to(wide)
+    if not (a.is_cuda and a.dtype == torch.bfloat16):
+        a, b = a.to(wide), b.to(wide)
+        return a @ b if total is None else total.addmm_(a, b)
+    if total is None:
+        return torch.mm(a, b, out_dtype=wide)
+    return torch.addmm(total, a, b, out_dtype=wide, out=total)
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
