@@ -21,15 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from chat_data import make_tiny_folder, option_parser, read_sequences
 from mxep.integrations import transformers_5
 from mxep.integrations.transformers_recompute import RecomputeBudget
-from mxep.train.adamw import AdamW
-from mxep.train.optimizer_in_backward import OptimizerInBackward
-from mxep.train.state_precision import StatePrecision
+from mxep.train import AdamW, OptimizerInBackward
 
 
 def parse() -> argparse.Namespace:
     parser = option_parser(__doc__, "tuned model", lr=1e-3)
     parser.add_argument("--recipe", default="mxfp8_wgrad_with_hp", help="precision of the products (default %(default)s)")
-    parser.add_argument("--optimizer", choices=("adamw8bit", "adamw4bit"), default="adamw8bit", help="(default %(default)s)")
+    parser.add_argument("--state-bits", type=int, choices=(8, 4), default=8, help="of AdamW's moments (default %(default)s)")
     return parser.parse_args()
 
 
@@ -39,9 +37,7 @@ def main(options: argparse.Namespace, folder: Path) -> None:
     print(transformers_5.accelerate(model, options.recipe))
     model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
-    groups = [{"params": list(model.named_parameters()), "weight_decay": 0.0}]
-    precision = StatePrecision(options.optimizer, "bfloat16")
-    optimizer = AdamW(groups, options.lr, (0.9, 0.95), 1e-8, precision)
+    optimizer = AdamW(model.named_parameters(), options.lr, (0.9, 0.95), weight_decay=0.0, state_bits=options.state_bits)
     in_backward = OptimizerInBackward(optimizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters trained on {device}")
 

@@ -30,7 +30,7 @@ def test_steps_are_those_of_the_cpu(precision: StatePrecision) -> None:
         made = {
             name: nn.Parameter(torch.randn(shape).to(device, precision.torch_dtype)) for name, shape in (("a", (512, 256)), ("b", (64,)))
         }
-        optimizer = AdamW([{"params": list(made.items()), "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, precision)
+        optimizer = AdamW([{"params": list(made.items()), "weight_decay": 0.1}], 1e-2, (0.9, 0.95), state_bits=precision.state_bits)
         optimizer.grad_scale, optimizer.found_inf = (torch.full((), value, device=device) for value in (2.0, 0.0))
         for step in range(3):
             for parameter in made.values():
@@ -61,7 +61,7 @@ def test_small_float32_parameters_take_one_call(monkeypatch: pytest.MonkeyPatch)
         torch.manual_seed(0)
         made = [nn.Parameter(torch.randn(size, 64, device="cuda")) for size in (*range(1, 150), 1 << 15)]
         groups = [{"params": [(f"{n}", parameter) for n, parameter in enumerate(made)], "weight_decay": 0.1}]
-        ours = AdamW(groups, 1e-2, (0.9, 0.95), 1e-8, StatePrecision())
+        ours = AdamW(groups, 1e-2, (0.9, 0.95))
         theirs = torch.optim.AdamW(made, 1e-2, (0.9, 0.95), 1e-8, 0.1, fused=True)
         for step in range(4):
             ours.grad_scale = theirs.grad_scale = torch.full((), 3.0, device="cuda")  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def gradients_of(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def optimizer_of(parameters: dict[str, nn.Parameter], precision: StatePrecision, seed: int = 0) -> AdamW:
     groups = [{"params": list(parameters.items()), "weight_decay": 0.1}]
-    return AdamW(groups, 1e-2, (0.9, 0.95), 1e-8, precision, seed)
+    return AdamW(groups, 1e-2, (0.9, 0.95), state_bits=precision.state_bits, seed=seed)
 
 
 def stepped(parameters: dict[str, nn.Parameter], optimizer: AdamW, steps: range) -> None:
@@ -123,7 +123,7 @@ def test_float32_is_one_call_for_each_group(grad_scale: float | None, found_inf:
         torch.manual_seed(0)
         made = [(f"{size}", nn.Parameter(torch.randn(size, 7))) for size in (0, *range(1, 40))]
         groups = [{"params": made[start::2], "weight_decay": decay} for start, decay in ((0, 0.1), (1, 0.0))]
-        optimizer = AdamW(groups, 1e-2, (0.9, 0.95), 1e-8, StatePrecision())
+        optimizer = AdamW(groups, 1e-2, (0.9, 0.95))
         optimizer.grad_scale = None if grad_scale is None else torch.tensor(grad_scale)
         for step in range(3):
             optimizer.found_inf = None if found_inf is None else torch.tensor(found_inf * (step == 1))
@@ -155,7 +155,7 @@ def test_a_loaded_state_dict_continues(precision: StatePrecision) -> None:
     assert all(torch.equal(parameter, parameters[name]) for name, parameter in again.items())
     wrong = optimizer.state_dict()
     wrong["state"][1] = {**wrong["state"][1], "step": torch.zeros(1)}
-    with pytest.raises(ValueError, match=r"optimizer: state 1 is .*want"):
+    with pytest.raises(ValueError, match=r"AdamW: state 1 is .*want"):
         other.load_state_dict(wrong)
 
 
@@ -169,13 +169,11 @@ def test_copies_and_pickles_continue(precision: StatePrecision) -> None:
     for again, other in copies:
         stepped(again, other, range(2, 4))
         assert all(torch.equal(parameter, parameters[name]) for name, parameter in again.items())
-    with pytest.raises(ValueError, match="another group of parameters, want all of them at once"):
-        optimizer.add_param_group({"params": [("more", nn.Parameter(torch.zeros(3)))]})
 
 
 @pytest.mark.parametrize("parameter", [torch.zeros(4, 3).t(), torch.zeros(4, dtype=torch.float16)], ids=["transposed", "float16"])
 def test_parameters_that_it_cannot_step(parameter: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"optimizer: p is .*want contiguous bfloat16 or float32"):
+    with pytest.raises(ValueError, match=r"AdamW: p is .*want contiguous bfloat16 or float32"):
         optimizer_of({"p": nn.Parameter(parameter)}, StatePrecision())
 
 
@@ -225,6 +223,8 @@ def test_positions_of_shards_are_found_once(one_rank: None, monkeypatch: pytest.
     parameters = {name: nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for name, p in parameters_of(torch.bfloat16).items()}
     whole = parameters_of(torch.bfloat16)
     optimizers = [optimizer_of(each, EIGHT_BIT) for each in (parameters, whole)]
+    for optimizer in optimizers:
+        optimizer.make_states()
     monkeypatch.setattr(adamw, "local_shard", lambda tensor: pytest.fail("looked for a shard in a step"))
     for name, grad in gradients_of(0, torch.bfloat16).items():
         whole[name].grad, parameters[name].grad = grad, distribute_tensor(grad.clone(), mesh, [Shard(0)])
@@ -314,7 +314,7 @@ def shards_step_as_the_whole(rank: int, world: int) -> list[str]:
     for name, (shape, placement) in cut.items():
         parameter = nn.Parameter(distribute_tensor(torch.randn(shape), mesh, [placement]))
         try:
-            optimizer_of({name: parameter}, KINDS[0])
+            optimizer_of({name: parameter}, KINDS[0]).make_states()
         except ValueError as error:
             refused.append(str(error))
     dist.barrier()
@@ -394,7 +394,7 @@ def test_resume_on_another_ep_degree(tmp_path: Path, text: str) -> None:
 def test_small_updates_add_up(precision: StatePrecision) -> None:
     """Each is a four-hundredth of the distance of two bf16 numbers, which rounding to nearest would lose."""
     parameter = nn.Parameter(torch.ones(64, 128, dtype=precision.torch_dtype))
-    optimizer = AdamW([{"params": [("p", parameter)], "weight_decay": 0.0}], 1e-5, (0.9, 0.95), 1e-8, precision)
+    optimizer = AdamW([parameter], 1e-5, (0.9, 0.95), weight_decay=0.0, state_bits=precision.state_bits)
     for _ in range(50):
         parameter.grad = torch.full_like(parameter, 3.0)
         optimizer.step()
@@ -407,7 +407,7 @@ def test_a_step_changes_the_version(one_rank: None, precision: StatePrecision) -
     whole = torch.ones(64, 128)
     sharded = nn.Parameter(distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)]))
     parameters = [nn.Parameter(whole), sharded]
-    optimizer = AdamW([{"params": [*zip("ab", parameters, strict=True)], "weight_decay": 0.0}], 1e-3, (0.9, 0.95), 1e-8, precision)
+    optimizer = AdamW(parameters, state_bits=precision.state_bits)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     written = [*parameters, sharded._local_tensor]
@@ -424,11 +424,120 @@ def test_numbers_are_on_the_parameters_device() -> None:
         stepped(parameters, optimizer, range(1))
 
 
+def test_as_torchs() -> None:
+    """Groups with and without names and numbers of their own, one added later, rates that change, a closure: torch's numbers in float32."""
+    ends = []
+    for kind in (AdamW, torch.optim.AdamW):
+        parameters = list(parameters_of(torch.float32).values())
+        groups: list[dict[str, Any]] = [
+            {"params": parameters[:1], "lr": 3e-3, "betas": (0.8, 0.9)},
+            {"params": parameters[1:2], "weight_decay": 0},
+        ]
+        optimizer: Any = kind(groups, lr=1e-2, eps=1e-6)
+
+        def closure(parameters: list[nn.Parameter] = parameters, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = sum((parameter**2).sum() for parameter in parameters)
+            loss.backward()
+            return loss
+
+        losses = []
+        for step in range(4):
+            losses.append(optimizer.step(closure).item())
+            for group in optimizer.param_groups:
+                group["lr"] /= 2
+            if step == 1:
+                optimizer.add_param_group({"params": parameters[2:]})
+        assert losses == sorted(losses, reverse=True)
+        ends.append((parameters, losses))
+    assert ends[0][1] == ends[1][1]
+    for mine, other in zip(ends[0][0], ends[1][0], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+def test_names_choose_the_random_bits() -> None:
+    ends = {}
+    for name, params in (
+        ("names", lambda p: p.items()),
+        ("numbers", lambda p: p.values()),
+        ("the same", lambda p: zip("0123", p.values(), strict=True)),
+    ):
+        parameters = parameters_of(torch.bfloat16)
+        stepped(parameters, AdamW(list(params(parameters)), 1e-2), range(2))
+        ends[name] = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+    assert torch.equal(ends["numbers"], ends["the same"])
+    assert not torch.equal(ends["numbers"], ends["names"])
+
+
+def test_torchs_state_is_loaded() -> None:
+    """Of some parameters: others were not stepped."""
+    ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
+    reference = torch.optim.AdamW(theirs.values(), 1e-2, weight_decay=0.1)
+    optimizer = AdamW(ours.values(), 1.0)
+    for name, grad in gradients_of(0, torch.float32).items():
+        theirs[name].grad = None if name == "norm" else grad
+    reference.step()
+    with torch.no_grad():
+        for mine, other in zip(ours.values(), theirs.values(), strict=True):
+            mine.copy_(other)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for step in (1, 2):
+        for name, grad in gradients_of(step, torch.float32).items():
+            ours[name].grad, theirs[name].grad = grad.clone(), grad.clone()
+        optimizer.step()
+        reference.step()
+    for mine, other in zip(ours.values(), theirs.values(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_parameter_in_the_place_of_another() -> None:
+    """As Accelerate does once FSDP2 has sharded a model; nothing is kept of the one that left."""
+    old, new = (nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = AdamW([("weight", old)], 1e-2, state_bits=8)
+    optimizer.param_groups[0]["params"][0] = new
+    new.grad = torch.ones_like(new)
+    optimizer.step()
+    assert (new < 1).all()
+    assert list(optimizer.state) == [new]
+    foreign = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match="AdamW: a parameter of no group; add one by add_param_group"):
+        optimizer.step_parameter(foreign, optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": -1.0}, r"AdamW: lr=-1.0, betas=.* want lr, eps and weight_decay of at least 0 and betas from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, "want lr, eps"),
+        ({"eps": float("nan")}, "want lr, eps"),
+        ({"weight_decay": -0.1}, "want lr, eps"),
+        ({"state_bits": 16}, "AdamW: state_bits=16, want 8, 4 or None"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdamW([nn.Parameter(torch.ones(4))], **change)
+
+
+def test_a_refused_group_leaves_the_others() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter])
+    with pytest.raises(ValueError, match=r"AdamW: parameter 0 of its group is torch.float16"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, dtype=torch.float16))]})
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert (parameter < 1).all()
+
+
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torchao", "torchao.optim"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=r'--optimizer=adamw8bit, --dtype=bfloat16: this needs torchao .*; pip install "\.\[torchao\]"'):
+    with pytest.raises(
+        ValueError, match=r'--optimizer=adamw8bit, --dtype=bfloat16: AdamW: state_bits=8 needs torchao .*; pip install "\.\[torchao\]"'
+    ):
         build_optimizer(nn.Linear(4, 4), 1e-3, 0.1, StatePrecision("adamw8bit", "bfloat16"))
+    with pytest.raises(ValueError, match=r"AdamW: bf16 parameters on a CPU need torchao 0.18 or later; pip install"):
+        AdamW([nn.Parameter(torch.ones(4, dtype=torch.bfloat16))])
     linear = nn.Linear(4, 4)
     linear.weight.grad, before = torch.ones(4, 4), linear.weight.detach().clone()
     build_optimizer(linear, 1e-3, 0.1).step()

@@ -40,7 +40,7 @@ CHECK = (
     "experts and its scores, which rounding changes for some tokens, the norm of each adapter's gradient within "
     f"{MOST_NORM}, and the gradient at least {LEAST_DB:.0f} dB from its, {LEAST_DB_IN_MX:.0f} dB where the base is in MX"
 )
-_LORA_LR, _FULL_LR, _EPS = 1e-3, 1e-5, 1e-8
+_LORA_LR, _FULL_LR = 1e-3, 1e-5
 _SHOWN_KERNELS, _NAME_LENGTH = 24, 100
 _ON_ATTENTION, _ON_EXPERTS = ["q_proj", "k_proj", "v_proj", "o_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -207,7 +207,7 @@ class FinetuneRun:
             )
             return
         groups = [{"params": list(self.model.named_parameters()), "weight_decay": 0.0}]
-        in_bytes = AdamW(groups, _FULL_LR, BETAS, _EPS, StatePrecision(self.arm.optimizer, "bfloat16"))
+        in_bytes = AdamW(groups, _FULL_LR, BETAS, state_bits=StatePrecision(self.arm.optimizer).state_bits)
         self.optimizer, self.in_backward = in_bytes, OptimizerInBackward(in_bytes)
 
     def step(self, tokens: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """`mxep bench transformers-step`: a training step of a model of transformers, by one call of ours and as users of bf16 run it.
 
 The model is Qwen3-30B-A3B cut to 8 layers, with random weights in bf16; a step is forward with labels, backward and torch's fused AdamW on
-16384 tokens, without recomputation.  All arms have the same parameters and optimizer, and modules of their own.
+16384 tokens, without recomputation.  All arms have the same parameters, and modules of their own; all but the last one share the optimizer.
 
 | arm | what runs |
 | --- | --- |
@@ -12,6 +12,7 @@ The model is Qwen3-30B-A3B cut to 8 layers, with random weights in bf16; a step 
 | mxep_hp, mxep_mx | `transformers_5.accelerate`, wgrad in high precision and from MX bytes |
 | mxep_mx_compiled | the latter with every decoder layer under torch.compile |
 | mxep_mx_head_compiled | the same with the projection to the vocabulary in MXFP8 |
+| mxep_mx_head_adamw_compiled | the same with `mxep.train.AdamW`, whose moments are in bf16 too and which rounds weights stochastically |
 
 Layers are compiled one by one, since transformers makes a mask for its attention in a graph of the whole model, with which attention takes
 several times as long (docs/log.md).
@@ -40,6 +41,7 @@ from mxep.bench.peer_arms import short_reason
 from mxep.bench.registry import Case, Figure, Rounds, Setting
 from mxep.bench.timing import Arm, Stage, host_facts_of, run_arm
 from mxep.bench.transformers import MODELS, registered
+from mxep.train.adamw import AdamW
 
 BASELINE = "grouped_mm"
 BF16 = (BASELINE, "grouped_mm_liger", "grouped_mm_compiled", "grouped_mm_liger_compiled")
@@ -49,6 +51,7 @@ OURS = {  # arm -> arguments of `accelerate`
     "mxep_mx": {"recipe": _MX},
     "mxep_mx_compiled": {"recipe": _MX},
     "mxep_mx_head_compiled": {"recipe": _MX, "head_recipe": _MX},
+    "mxep_mx_head_adamw_compiled": {"recipe": _MX, "head_recipe": _MX},
 }
 _MODEL, _LAYERS, _SEQUENCES, _SEQ_LEN = "Qwen3-30B-A3B", 8, 4, 4096
 _SIZES: dict[str, dict[str, int]] = {
@@ -65,6 +68,7 @@ _CHECK = (
 )
 _ROUNDS = Rounds(count=2, timed=10, warm_ms=1000.0)
 _HOST_BATCH = 1
+_LR = 1e-5
 
 
 def model_config(layers: int, tiny: bool, name: str = _MODEL) -> Any:
@@ -96,7 +100,8 @@ class StepProblem:
         with device:
             self.model: nn.Module = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).train()
         self.model.set_experts_implementation(BASELINE)  # type: ignore[operator]
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LR, fused=device.type == "cuda")
+        self.own_optimizer = AdamW(self.model.named_parameters(), lr=_LR)
         self.tokens = torch.randint(self.sizes["vocab_size"], (self.batch, self.seq_len), device=device)
         self.left_out: dict[str, str] = {}
         self.agreement: dict[str, dict[str, float]] = {}
@@ -134,9 +139,13 @@ class StepProblem:
 
         return forward
 
+    def _optimizers(self, arm: str) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """An arm's, and the other one."""
+        return (self.own_optimizer, self.optimizer) if "adamw" in arm else (self.optimizer, self.own_optimizer)
+
     def _step(self, arm: str) -> None:
         self.forwards[arm]().backward()
-        self.optimizer.step()
+        self._optimizers(arm)[0].step()
         self.optimizer.zero_grad()
 
     def _results(self, arm: str) -> dict[str, Tensor]:
@@ -221,7 +230,8 @@ class StepProblem:
             for arm, stages in self.timed.items():
                 torch.cuda.reset_peak_memory_stats(device)
                 run_arm(stages)
-                found["peak_gib"][arm] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
+                not_its_own = sum(value.nbytes for state in self._optimizers(arm)[1].state.values() for value in state.values())
+                found["peak_gib"][arm] = round((torch.cuda.max_memory_allocated(device) - not_its_own) / 2**30, 2)
         found |= host_facts_of(self.timed, device, _HOST_BATCH)
         return found | {"agreement": self.agreement, "left_out": self.left_out}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mxep.extras import install_command
 from mxep.moe import Experts, MoE
 from mxep.moe.init import local_tensor
 from mxep.train.adamw import AdamW
@@ -84,13 +82,12 @@ def build_optimizer(model: nn.Module, lr: float, weight_decay: float, precision:
     for name, parameter in model.named_parameters():
         groups.setdefault(parameter.ndim >= 2 and id(parameter) not in stacked, []).append((name, parameter))
     options = [{"params": params, "weight_decay": weight_decay if decays else 0.0} for decays, params in groups.items()]
-    if precision != _FLOAT32:
-        try:
-            importlib.import_module("torchao.optim")
-        except ImportError as error:
-            asked = f"--optimizer={precision.optimizer}, --dtype={precision.dtype}"
-            raise ValueError(f"{asked}: this needs torchao 0.18 or later; {install_command('torchao')} ({error})") from error
-    return AdamW(options, lr, BETAS, _EPS, precision, seed)
+    try:
+        optimizer = AdamW(options, lr, BETAS, _EPS, state_bits=precision.state_bits, seed=seed)
+        optimizer.make_states()
+    except ValueError as error:
+        raise ValueError(f"--optimizer={precision.optimizer}, --dtype={precision.dtype}: {error}") from error
+    return optimizer
 
 
 def _copies(tensor: Tensor, world: int) -> int:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from mxep.ops.optimizer.codes import BLOCKS
+
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit"]
 ParameterDtype = Literal["float32", "bfloat16"]
 _FLOAT32 = 4
@@ -19,13 +21,23 @@ _LEAST_QUANTIZED = 4096  # torchao's: parameters with fewer values keep moments 
 
 
 class MomentBlocks(NamedTuple):
-    """Quantised moments: bits of a value, and how many consecutive values share a float32 scale. torchao's defaults."""
+    """Quantised moments: bits of a value, and how many consecutive values share a float32 scale."""
 
     bits: int
     size: int
 
 
-_BLOCKS: dict[str, MomentBlocks | None] = {"adamw": None, "adamw8bit": MomentBlocks(8, 256), "adamw4bit": MomentBlocks(4, 128)}
+_BITS: dict[str, Literal[8, 4] | None] = {"adamw": None, "adamw8bit": 8, "adamw4bit": 4}
+
+
+def moment_blocks(bits: int | None, shape: Sequence[int]) -> MomentBlocks | None:
+    """How moments of so many bits of a parameter of this (global) shape are quantised; None: they are not. No sharding changes it.
+
+    >>> moment_blocks(8, (64, 64)), moment_blocks(8, (2048,)), moment_blocks(8, (4097, 3))
+    (MomentBlocks(bits=8, size=256), None, None)
+    """
+    values = math.prod(shape)
+    return None if bits is None or values < _LEAST_QUANTIZED or values % BLOCKS[bits] else MomentBlocks(bits, BLOCKS[bits])
 
 
 @dataclass(frozen=True)
@@ -44,15 +56,13 @@ class StatePrecision:
     def torch_dtype(self) -> torch.dtype:
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
-    def blocks(self, shape: Sequence[int]) -> MomentBlocks | None:
-        """How the moments of a parameter of this (global) shape are quantised; None: they are not. No sharding changes it.
+    @property
+    def state_bits(self) -> Literal[8, 4] | None:
+        return _BITS[self.optimizer]
 
-        >>> precision = StatePrecision("adamw8bit")
-        >>> precision.blocks((64, 64)), precision.blocks((2048,)), precision.blocks((4097, 3))
-        (MomentBlocks(bits=8, size=256), None, None)
-        """
-        blocks, values = _BLOCKS[self.optimizer], math.prod(shape)
-        return None if blocks is None or values < _LEAST_QUANTIZED or values % blocks.size else blocks
+    def blocks(self, shape: Sequence[int]) -> MomentBlocks | None:
+        """How the moments of a parameter of this (global) shape are quantised; None: they are not."""
+        return moment_blocks(self.state_bits, shape)
 
     def moment_bytes(self, shape: Sequence[int], values: int) -> int:
         """Bytes of both moments for `values` values of a parameter of this (global) shape.
@@ -101,5 +111,5 @@ def zeros_by_block(parameter: Tensor, size: int, dtype: torch.dtype) -> Tensor:
             return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(grid), stride=strides)
     raise ValueError(
         f"its moments have blocks of {size} values, which the shard {tuple(lengths)} of {tuple(parameter.shape)} from {tuple(starts)} "
-        "cuts; change --ep, --tp or --dp-shard so that shards are whole blocks, or use --optimizer adamw"
+        "cuts; change --ep, --tp or --dp-shard so that shards are whole blocks, or use --optimizer adamw (state_bits=None)"
     )
