@@ -1,4 +1,7 @@
-"""The FP8 tensor-core GEMMs against float64 of the exact MX operands: errors, granularities, ragged groups, poison, NaN, syncs, graphs."""
+"""The FP8 tensor-core GEMMs against float64 of the exact MX operands: errors, granularities, ragged groups, poison, NaN, syncs, graphs.
+
+And the bf16 wgrad where a block has several tiles, as in the test of the FP8 GEMMs before it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from tests.fp8_cases import float64, quantized, ragged, relative_error
 
-from mxep.ops.grouped_gemm.hopper import gemm
+from mxep.ops.grouped_gemm.hopper import bf16_wgrad, gemm
 from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad
 from mxep.ops.grouped_gemm.hopper.rebase import rebase_rows, rebase_tokens, rebase_weight
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
@@ -124,6 +127,22 @@ def test_a_block_multiplies_several_tiles(out_dtype: torch.dtype, monkeypatch: p
     a, b, g, offs = normal(900, 640), normal(5, 288, 640), normal(900, 288), torch.tensor(ends, device="cuda")
     assert worst_forward(forward(a, b, offs, out_dtype), a, b, ends) <= LIMIT_FUZZ
     assert worst_wgrad(wgrad(g, a, offs, out_dtype), g, a, ends) <= LIMIT_FUZZ
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FLOAT32])
+@pytest.mark.usefixtures("poison")
+def test_a_block_multiplies_several_tiles_in_bf16(out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """The result has the bits of the one by all blocks, each of which has one tile."""
+    ends = ragged(5, 900, seed=3)
+    grad, a = torch.randn(900, 272, device="cuda").to(BF16), torch.randn(900, 520, device="cuda").to(BF16)
+    offs, out = torch.tensor(ends, device="cuda", dtype=torch.int32), torch.empty(2, 5, 272, 520, device="cuda", dtype=out_dtype)
+    bf16_wgrad.bf16_wgrad(grad, a, offs, out[0])
+    monkeypatch.setattr(bf16_wgrad, "multiprocessors", lambda _: 2)
+    bf16_wgrad.bf16_wgrad(grad, a, offs, out[1])
+    assert torch.equal(*out)
+    for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        truth = grad[start:end].double().t() @ a[start:end].double()
+        assert relative_error(out[1, group], truth) <= LIMIT if end > start else not out[1, group].any()
 
 
 def test_adapters_that_do_not_fit():
