@@ -210,8 +210,8 @@ __device__ __forceinline__ void consume(const Problem& p, const TensorMap* out_m
   for (int count = 0;; ++count) {
     if (!ready) barrier_wait(full + 8 * ring.stage, ring.phase);
     ready = true;
-    const Note note = load_shared_4(smem + NOTES_AT + count % 3 * 16);
-    __syncwarp();                                        // one lane tells for all that it was read
+    Note note = {};                                      // read by the lane that releases stages, and with them the note's place
+    if (lane == 0) note = load_shared_4(smem + NOTES_AT + count % 3 * 16);
     const int out_row = uniform(note.x), column = uniform(note.y), rows = uniform(note.z), rest = uniform(note.w);
     const bool tall = rest & 1, nothing = rest & 2, half = rest & 4, block_scales = rest & 8;
     const bool idle = consumer == 1 && !tall && rows <= 64;             // its rows do not exist
