@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tests.integrations.test_transformers_5 import build  # noqa: E402
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from mxep.integrations import transformers_5, transformers_loss  # noqa: E402
+from mxep.integrations.transformers_forward import is_forward_replaced  # noqa: E402
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
 from mxep.parallel import MXLinear, convert_experts, quantize_base, unconvert  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
@@ -109,6 +112,91 @@ def test_copies_have_their_own_forwards(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(module.forward.__self__ is module for module in copied.model.layers.modules() if "forward" in vars(module))
     done.undo()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_pickled_models_compute_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that reads one does not know the experts' implementation yet."""
+    monkeypatch.setattr(transformers_5, "why_modules_stay", lambda _: None)
+    model, inputs, file = model_of("GptOss"), labelled(), io.BytesIO()
+    done = transformers_5.accelerate(model, MX, linears="o_proj")
+    torch.save(model, file)
+    want, ours = gradients(model, **inputs)
+    replaced = [type(module).__name__ for module in model.modules() if is_forward_replaced(module)]
+    monkeypatch.delitem(transformers_5.ExpertsInterface._global_mapping, f"mxep_{MX}")
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    found = [module for module in read.modules() if is_forward_replaced(module)]
+    assert [type(module).__name__ for module in found] == replaced
+    assert all(module.forward.__self__ is module for module in found)
+    assert {module.forward.__func__ for module in found} == {
+        module.forward.__func__ for module in model.modules() if is_forward_replaced(module)
+    }
+    got, gradients_read = gradients(read, **inputs)
+    assert torch.equal(got, want)
+    assert all(torch.equal(gradients_read[name], gradient) for name, gradient in ours.items())
+    done.undo()
+    assert not any(name.startswith("_mxep") for module in model.modules() for name in vars(module))
+    assert torch.equal(read(**inputs).loss, want)
+
+
+@pytest.mark.parametrize("part", ["experts", "head", "routers"])
+def test_copies_are_converted_already(part: str) -> None:
+    parts = dict.fromkeys(("experts", "head", "routers"), False) | {part: True}
+    model = model_of()
+    done = transformers_5.accelerate(model, MX, linears=None, **parts)
+    for converted in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(ValueError, match="a model with converted modules"):
+            transformers_5.accelerate(converted, MX)
+    done.undo()
+    transformers_5.accelerate(model, MX)
+
+
+@pytest.mark.parametrize("returns_dict", [True, False])
+def test_backward_hooks_of_the_head(returns_dict: bool) -> None:
+    """torch gives what follows the hook a view of the output."""
+    model, inputs, seen = model_of(), labelled(), []
+    want, of_model = gradients(model, **inputs)
+    transformers_5.accelerate(model, "bf16", experts=False, linears=None, routers=False)
+    model.lm_head.register_full_backward_hook(lambda module, d_inputs, d_outputs: seen.append(d_inputs[0].shape[-1]))
+    model.zero_grad()
+    output = model(**inputs, return_dict=returns_dict)
+    assert returns_dict or output[1] is None
+    output[0].backward()
+    assert seen == [model.config.hidden_size]
+    torch.testing.assert_close(output[0], want, rtol=2e-3, atol=0.0)
+    assert sqnr_db(of_model["lm_head.weight"], model.lm_head.weight.grad) > 40
+
+
+def test_a_loss_that_is_set_afterwards_is_the_models() -> None:
+    model, inputs = model_of(), labelled()
+    done = transformers_5.accelerate(model, "bf16", experts=False, linears=None, routers=False)
+
+    def of_last_token(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, -2].float(), labels[:, -1])
+
+    model.loss_function = of_last_token
+    output = model(**inputs)
+    assert torch.equal(output.loss, of_last_token(output.logits, inputs["labels"]))
+    done.undo()
+    assert model.loss_function is of_last_token
+
+
+def test_another_projection_is_an_error() -> None:
+    model = model_of()
+    transformers_5.accelerate(model, MX)
+    model.resize_token_embeddings(WORDS + 44)
+    with pytest.raises(ValueError, match="has another projection now"):
+        model(**labelled())
+
+
+def test_a_router_with_a_forward_of_its_own_stays() -> None:
+    model = model_of()
+    router = model.model.layers[1].mlp.gate
+    router.forward = own = functools.partial(type(router).forward, router)
+    done = transformers_5.accelerate(model, MX)
+    assert done.left["model.layers.1.mlp.gate"] == "a forward of its own replaces that of its class (a hook, an offload)"
+    done.undo()
+    assert router.forward is own
 
 
 def test_without_labels_and_in_eval_mode_the_head_changes_nothing() -> None:
@@ -369,7 +457,7 @@ def test_a_model_that_changes_its_logits_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(transformers_loss, "_SCALES", ())
     model, inputs = model_of("GraniteMoe", logits_scaling=2.0), labelled()
     transformers_5.accelerate(model, MX)
-    with pytest.raises(ValueError, match="the model changes its logits between its projection and its loss"):
+    with pytest.raises(ValueError, match="the model or a hook changes its logits between its projection and its loss"):
         model(**inputs)
     assert model(input_ids=inputs["input_ids"]).logits.shape[-1] == WORDS  # the failed call leaves no state
 

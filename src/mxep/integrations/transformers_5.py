@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -47,6 +46,7 @@ try:
     from transformers.integrations.moe import ExpertsInterface
 
     from mxep.integrations.transformers_activations import ExpertActivation, activation_of
+    from mxep.integrations.transformers_forward import is_forward_replaced
     from mxep.integrations.transformers_liger import convert_norm, convert_rotary, norm_kernel, rms_norm_form, rotary_form, why_modules_stay
     from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
     from mxep.integrations.transformers_router import convert_router, router_form
@@ -65,9 +65,10 @@ Module = Any  # one of transformers' classes of experts, whose attributes its de
 _Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]  # of `fused_experts`, from x to b2
 _RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 _FACTORS = "_mxep_lora_factors"  # attribute of experts with adapters
+_OWN_FORWARD = "a forward of its own replaces that of its class (a hook, an offload)"
 _FORM = ("is_transposed", "has_gate", "has_bias", "has_post_expert_norm")  # of them, what says how they are stored and computed
 _HIGH_PRECISION = Recipe.named("hp")  # of adapters
-_accelerated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models, until `undo`; copies of them are not here
+_IMPLEMENTATION = "_mxep_implementation"  # attribute of experts that `accelerate` has converted
 _log = logging.getLogger(__name__)
 _OWN = {"eager", *ExpertsInterface(), *EPImplementationInterface()}  # as they are before `register`
 
@@ -342,7 +343,8 @@ def accelerate(
     Args:
         model: with its weights, in bf16 or float32.
         recipe: of the experts' and linear layers' products; see `mxep.Recipe`.
-        experts: compute the routed experts by the recipe, as after `register` and `set_experts_implementation`.
+        experts: compute the routed experts by the recipe, as after `register` and `set_experts_implementation`.  The name of the
+            implementation is in the model's configuration: models that were made of the same object (and not of copies) switch together.
         linears: "auto": the dense linear layers that gain by their shape (`mxep.parallel.linear_gains`); or names as in
             `mxep.convert_linears`, for layers of any shape in whole MX blocks; None: none.
         head: in training with `labels=` (by name), compute the loss from one chunk of logits at a time (`mxep.linear_cross_entropy`).  Such
@@ -369,8 +371,7 @@ def accelerate(
     where, chosen, of_head = f"{__name__}.accelerate", resolve_recipe(recipe), resolve_recipe(head_recipe)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")
-    converted = (isinstance(module, MXLinear) or module in _accelerated or converted_recipe(module) for module in model.modules())
-    if is_loss_converted(model) or any(converted):
+    if is_loss_converted(model) or any(map(_is_converted, model.modules())):
         raise ValueError(
             f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned, or "
             "mxep.unconvert"
@@ -394,10 +395,13 @@ def accelerate(
         raise
     if not done.converted:
         raise ValueError(f"{where}: nothing of {type(model).__name__} can be converted\n{done}")
-    _accelerated.add(model)
-    done._undo.insert(0, functools.partial(_accelerated.discard, model))
     _log.info("%s", done)
     return done
+
+
+def _is_converted(module: nn.Module) -> bool:
+    switched = is_forward_replaced(module) or _IMPLEMENTATION in vars(module)
+    return switched or isinstance(module, MXLinear) or converted_recipe(module) is not None
 
 
 def _undo_linears(model: PreTrainedModel, names: Sequence[str]) -> None:
@@ -431,16 +435,30 @@ def _accelerate_experts(model: PreTrainedModel, recipe: Recipe, done: Accelerati
     if not found or reasons:
         done.left["experts"] = reasons[0] if reasons else "the model has none that transformers can switch"
         return
-    name = f"mxep_{recipe.name}"
-    known = ExpertsInterface().get(name)
-    if known is not None and known.keywords["recipe"] != recipe:
-        raise ValueError(f"{__name__}.accelerate: another recipe is called {recipe.name!r} already; give this one a name of its own")
-    register(recipe, name)
+    implementation = _Implementation(recipe)
     # `set_experts_implementation` leaves out models of a class in a user's own file, and experts with a configuration of their layer.
     for config in {id(module.config): module.config for module in found.values()}.values():
         done._undo.append(functools.partial(setattr, config, "_experts_implementation", config._experts_implementation))
-        config._experts_implementation = name
+        config._experts_implementation = implementation.name
+    for module in found.values():
+        setattr(module, _IMPLEMENTATION, implementation)
+        done._undo.append(functools.partial(delattr, module, _IMPLEMENTATION))
     done.converted |= dict.fromkeys(found, f"experts, {recipe.name}")
+
+
+class _Implementation:
+    """The experts implementation of a recipe. Experts keep it, so that a process which reads them from a pickle knows it too."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.name = recipe, f"mxep_{recipe.name}"
+        known = ExpertsInterface().get(self.name)
+        if known is None:
+            register(recipe, self.name)
+        elif known.keywords["recipe"] != recipe:
+            raise ValueError(f"{__name__}.accelerate: another recipe is called {recipe.name!r} already; give this one a name of its own")
+
+    def __reduce__(self) -> tuple[type, tuple[Recipe]]:
+        return _Implementation, (self.recipe,)
 
 
 def _why_experts_stay(experts: Module, recipe: Recipe) -> str | None:
@@ -457,8 +475,9 @@ def _why_experts_stay(experts: Module, recipe: Recipe) -> str | None:
 def _accelerate_routers(model: PreTrainedModel, done: Acceleration) -> None:
     found = {name: module for name, module in model.named_modules() if type(module).__name__.endswith("Router")}
     for name, module in found.items():
-        form = None if "forward" in vars(module) else router_form(module)
-        if form is None:
+        if "forward" in vars(module):
+            done.left[name] = _OWN_FORWARD
+        elif (form := router_form(module)) is None:
             done.left[name] = f"{type(module).__name__}, which routes in another way than our kernels"
         else:
             done._undo.append(convert_router(module, form))
@@ -483,8 +502,9 @@ def _accelerate_norms(model: PreTrainedModel, done: Acceleration) -> None:
     for name, module in model.named_modules():
         if not type(module).__name__.endswith("RMSNorm"):
             continue
-        form = None if "forward" in vars(module) else rms_norm_form(module)
-        if form is None:
+        if "forward" in vars(module):
+            done.left[name] = _OWN_FORWARD
+        elif (form := rms_norm_form(module)) is None:
             done.left[name] = f"{type(module).__name__}, which liger-kernel's RMSNorm does not compute"
         else:
             done._undo.append(convert_norm(module, form))

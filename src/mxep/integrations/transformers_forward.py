@@ -16,8 +16,36 @@ def replace_forward(module: nn.Module, function: Callable[..., Any], *options: H
     torch.compile looks at the function of a method, and modules that are alike have the same one here.  A `functools.partial` would be
     another object in each module: another graph for each layer, and after 8 of them none.
     """
-    module.forward = types.MethodType(_method(function, *options), module)  # type: ignore[method-assign]
-    return functools.partial(delattr, module, "forward")
+    _Replacement(module, function, *options)
+    return functools.partial(_give_back, module)
+
+
+def is_forward_replaced(module: nn.Module) -> bool:
+    """Whether `replace_forward` has replaced a module's forward, or that of the module which it is a copy of."""
+    return _REPLACEMENT in vars(module)
+
+
+def _give_back(module: nn.Module) -> None:
+    del module.forward, module._mxep_replacement
+
+
+_REPLACEMENT = "_mxep_replacement"
+
+
+class _Replacement:
+    """Replaces a module's forward, and does so again where the module is read from a pickle.
+
+    A method is pickled as the attribute of its name, and there that would be the class's forward.  This object comes before it among the
+    module's attributes, so it is read first.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], *options: Hashable) -> None:
+        self._made_of = module, function, *options
+        vars(module)[_REPLACEMENT] = self
+        vars(module)["forward"] = types.MethodType(_method(function, *options), module)
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return _Replacement, self._made_of
 
 
 @functools.cache

@@ -85,22 +85,29 @@ def convert_loss(model: PreTrainedModel, recipe: Recipe) -> Callable[[], None]:
     head.forward = functools.partial(_head_forward, head, state)
 
     def undo() -> None:
-        del model.forward, head.forward, model._loss_function
-        if own is not None:
-            model.loss_function = own
+        del model.forward, head.forward
+        if _hands_on(model):  # else it is one that was set since
+            del model._loss_function
+            if own is not None:
+                model.loss_function = own
 
     return undo
 
 
 def is_loss_converted(model: PreTrainedModel) -> bool:
-    """Whether `convert_loss` has converted the model."""
-    return getattr(vars(model).get("forward"), "func", None) is _model_forward
+    """Whether `convert_loss` has converted the model, or the one which it is a copy of."""
+    return getattr(vars(model).get("forward"), "func", None) is _model_forward or _hands_on(model)
+
+
+def _hands_on(model: PreTrainedModel) -> bool:
+    """Whether the model's loss function is that of `convert_loss`, and no other has been set since."""
+    return getattr(getattr(model, "_loss_function", None), "func", None) is _loss_function
 
 
 def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwargs: Any) -> Any:
     forward = type(model).forward
     labels, kept = kwargs.get("labels"), kwargs.get("logits_to_keep", 0)
-    if not model.training or labels is None or not isinstance(kept, int) or kept != 0:
+    if not model.training or labels is None or not isinstance(kept, int) or kept != 0 or not _hands_on(model):
         return forward(model, *args, **kwargs)
     if torch.is_autocast_enabled(labels.device.type) and torch.get_autocast_dtype(labels.device.type) == torch.float16:
         raise ValueError(
@@ -155,11 +162,14 @@ def _head_forward(head: nn.Linear, state: LossState, input: Tensor) -> Tensor:
 def _loss_function(state: LossState, original: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if state.targets is None:
         return original(logits, labels, *args, **kwargs)
-    if logits is not state.loss:
+    loss = state.loss
+    if logits is not loss and (loss is None or logits.dim() or logits.data_ptr() != loss.data_ptr()):  # a backward hook makes a view
         raise ValueError(
-            "transformers_5.accelerate: the model changes its logits between its projection and its loss, or has another projection now, "
-            "want the projection that was converted and its output as it is; undo the conversion, and accelerate(..., head=False)"
+            "transformers_5.accelerate: the model or a hook changes its logits between its projection and its loss, or it has another "
+            "projection now, want the projection that was converted and its output as it is; undo the conversion, and "
+            "accelerate(..., head=False)"
         )
+    state.loss = logits
     if kwargs.get("shift_labels") is not state.targets.shift_labels:
         raise ValueError(
             "transformers_5.accelerate: the model hands other shift_labels to its loss than it was given, want it to shift its labels; "
