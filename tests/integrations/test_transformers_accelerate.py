@@ -22,9 +22,9 @@ from tests.integrations.test_transformers_5 import build  # noqa: E402
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from mxep.integrations import transformers_5, transformers_loss  # noqa: E402
-from mxep.integrations.transformers_forward import is_forward_replaced  # noqa: E402
 from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
 from mxep.parallel import MXLinear, convert_experts, quantize_base, unconvert  # noqa: E402
+from mxep.parallel.forwards import replaced_by  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
 
 FAMILIES = {"Qwen3Moe": "self_attn", "Mixtral": "self_attn", "GptOss": "self_attn", "DeepseekV3": "o_proj"}  # linear layers to convert
@@ -121,16 +121,14 @@ def test_pickled_models_compute_as_before(monkeypatch: pytest.MonkeyPatch) -> No
     done = transformers_5.accelerate(model, MX, linears="o_proj")
     torch.save(model, file)
     want, ours = gradients(model, **inputs)
-    replaced = [type(module).__name__ for module in model.modules() if is_forward_replaced(module)]
+    replaced = [type(module).__name__ for module in model.modules() if replaced_by(module)]
     monkeypatch.delitem(transformers_5.ExpertsInterface._global_mapping, f"mxep_{MX}")
     file.seek(0)
     read = torch.load(file, weights_only=False)
-    found = [module for module in read.modules() if is_forward_replaced(module)]
+    found = [module for module in read.modules() if replaced_by(module)]
     assert [type(module).__name__ for module in found] == replaced
     assert all(module.forward.__self__ is module for module in found)
-    assert {module.forward.__func__ for module in found} == {
-        module.forward.__func__ for module in model.modules() if is_forward_replaced(module)
-    }
+    assert {module.forward.__func__ for module in found} == {module.forward.__func__ for module in model.modules() if replaced_by(module)}
     got, gradients_read = gradients(read, **inputs)
     assert torch.equal(got, want)
     assert all(torch.equal(gradients_read[name], gradient) for name, gradient in ours.items())

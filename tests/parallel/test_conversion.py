@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import Experts, MoE, MoEConfig
-from mxep.parallel import convert_experts, recompute_blocks
+from mxep.parallel import convert_experts, recompute_blocks, unconvert
 
 COUNTS = torch.tensor([32, 64, 0, 96])
 
@@ -27,8 +27,8 @@ class Layer(nn.Module):
         return x + self.experts(x, COUNTS)
 
 
-def model(kind: type[StackedExperts] = TitanExperts) -> nn.Module:
-    layers = nn.ModuleList([Layer(kind(64, 96, 4, seed=seed)) for seed in range(2)])
+def model(kind: type[StackedExperts] = TitanExperts, num_layers: int = 2) -> nn.Module:
+    layers = nn.ModuleList([Layer(kind(64, 96, 4, seed=seed)) for seed in range(num_layers)])
     return nn.ModuleDict({"layers": layers}).bfloat16()
 
 
@@ -86,6 +86,24 @@ def test_conversion_survives_checkpointing_compiling_and_copying(recipe: str) ->
             assert torch.equal(reference, value), name
 
 
+def test_layers_that_are_alike_share_a_graph() -> None:
+    """torch gives up after 8 graphs of a function; with `fullgraph` that is an error."""
+    net = model(num_layers=9)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(0.25)  # or the last layers' values overflow
+    convert_experts(net, "experts", "mxfp8_wgrad_with_hp")
+    want = run(net)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layer in net["layers"]:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for reference, value in zip(want, run(net), strict=True):
+        assert torch.equal(reference, value)
+        assert reference.isfinite().all()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_a_converted_model_that_was_saved_whole_is_read_again() -> None:
     net, file = model(), io.BytesIO()
     convert_experts(net, "experts", "mxfp8_wgrad_with_hp")
@@ -97,6 +115,7 @@ def test_a_converted_model_that_was_saved_whole_is_read_again() -> None:
             weight.mul_(2)
     for reference, value in zip(run(net), run(read), strict=True):
         assert torch.equal(reference, value)
+    assert unconvert(read) == ["layers.0.experts", "layers.1.experts"]
 
 
 def test_recipes_per_layer() -> None:

@@ -7,7 +7,6 @@ torchao nor torchtitan's own MXFP8 converters, which insist on SM100, take part.
 The annotations are types and not strings (no `from __future__ import annotations`): torchtitan merges the options by them.
 """
 
-import functools
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from mxep.ops.activation.functions import SwiGLU
 from mxep.parallel import MXFP8ExpertParallel, convert_experts
 from mxep.parallel.conversion import converted_recipe
 from mxep.parallel.expert_parallel import shard_experts
+from mxep.parallel.forwards import replace_forward
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 _INSTALL = "install mxep with its extra `torchtitan`, or torchtitan==0.2.2"
@@ -155,8 +155,8 @@ def _fuse(layer: Any) -> None:
     """Let a converted layer hand tokens and choices to its experts, instead of rows in the experts' order."""
     experts = layer.experts
     experts._mxep_group = ""  # that of this rank alone, until expert parallelism has another one
-    experts.forward = functools.partial(_experts_forward, experts)
-    layer.forward = functools.partial(_layer_forward, layer)
+    replace_forward(experts, _experts_forward)
+    replace_forward(layer, _layer_forward)
 
 
 def _experts_forward(experts: Any, tokens: Tensor, choices: TopKRouting) -> Tensor:

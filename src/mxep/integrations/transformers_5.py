@@ -35,6 +35,7 @@ from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.ops.activation.functions import SwiGLU
 from mxep.parallel.conversion import converted_recipe, shown_names
+from mxep.parallel.forwards import replaced_by
 from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
@@ -46,7 +47,6 @@ try:
     from transformers.integrations.moe import ExpertsInterface
 
     from mxep.integrations.transformers_activations import ExpertActivation, activation_of
-    from mxep.integrations.transformers_forward import is_forward_replaced
     from mxep.integrations.transformers_liger import convert_norm, convert_rotary, norm_kernel, rms_norm_form, rotary_form, why_modules_stay
     from mxep.integrations.transformers_loss import convert_loss, is_loss_converted, why_loss_stays
     from mxep.integrations.transformers_router import convert_router, router_form
@@ -400,7 +400,7 @@ def accelerate(
 
 
 def _is_converted(module: nn.Module) -> bool:
-    switched = is_forward_replaced(module) or _IMPLEMENTATION in vars(module)
+    switched = replaced_by(module) is not None or _IMPLEMENTATION in vars(module)
     return switched or isinstance(module, MXLinear) or converted_recipe(module) is not None
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.extras import install_command
-from mxep.integrations.transformers_forward import replace_forward
+from mxep.parallel.forwards import replace_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

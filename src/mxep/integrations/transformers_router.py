@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mxep.integrations.transformers_forward import replace_forward
 from mxep.moe.router import RouterProduct, RouteTokens
+from mxep.parallel.forwards import replace_forward
 
 _PROBED_TOKENS, _PROBED_LOGITS = 16, 256
 _BIASES = ((1 / 8, 0.0), (1.0, 0.0), (1 / 8, -2.0))  # standard deviation and mean

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import inspect
 import itertools
 import logging
@@ -19,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from mxep.checks import check_model
 from mxep.grouped_mm.function import recipe_grouped_mm
 from mxep.moe.experts import Experts
+from mxep.parallel.forwards import is_forward_wrapped, replace_forward, replaced_by, restore_forward
 from mxep.recipe import Recipe, resolve_recipe
 
 _log = logging.getLogger(__name__)
@@ -96,17 +96,18 @@ def restore_experts(module: nn.Module, fqn: str) -> Callable[[], None] | None:
         return None if before is None else restore_recipe
     if converted_recipe(module) is None:
         return None
-    forward = vars(module).get("forward")
-    if not isinstance(forward, functools.partial) or inspect.unwrap(forward.func) is not _converted_forward:
+    function = replaced_by(module)
+    if function is None or inspect.unwrap(function) is not _converted_forward or is_forward_wrapped(module):
         raise ValueError(
             f"unconvert: the converted forward of {fqn} ({type(module).__name__}) is wrapped (recomputation, compilation, a hook), want it "
             'as convert_experts left it; convert_experts with recipe="bf16" gives the same numbers, or remove the wrapper first'
         )
 
-    def restore_forward() -> None:
-        del module.forward, module._mxep_recipe
+    def restore() -> None:
+        restore_forward(module)
+        del module._mxep_recipe
 
-    return restore_forward
+    return restore
 
 
 def converted_recipe(module: nn.Module) -> Recipe | None:
@@ -273,8 +274,7 @@ def convert_experts(
             module.recipe = decided[fqn]  # type: ignore[assignment]
         else:
             if converted_recipe(module) is None:
-                # No bound method: a pickle would look for it by its name on the class, and find it only when it is loaded, too late.
-                module.forward = functools.partial(forward, module)  # type: ignore[method-assign]
+                replace_forward(module, forward)
             module._mxep_recipe = decided[fqn]  # type: ignore[assignment]  # its forward reads it
         _log.info("%s computes with recipe %s", fqn, decided[fqn].name)
     return list(chosen)

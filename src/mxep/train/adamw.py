@@ -59,8 +59,8 @@ class AdamW(torch.optim.Optimizer):
             moment cannot fall, as its change is below half of the distance to the next number.  Take 0.95, or `state_bits`.
         eps: added to the second moment's root.
         weight_decay: of groups without their own.
-        state_bits: 8 or 4: moments as torchao's codes, with a float32 scale for each 256 or 128 values; needs torchao.  Parameters of fewer
-            than 4096 values, or of no whole blocks, keep moments in their dtype.  None: all do.
+        state_bits: 8 or 4 for moments as torchao's codes, with a float32 scale for each 256 or 128 values, which needs torchao; parameters
+            of fewer than 4096 values, or of no whole blocks, keep moments in their dtype.  With None all of them do.
         seed: of the random bits.
 
     Attributes:

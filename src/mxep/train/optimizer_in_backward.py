@@ -28,6 +28,17 @@ class OptimizerInBackward:
 
     Args:
         optimizer: its parameters get the hooks.
+
+    Examples:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = mxep.train.AdamW(model.parameters(), lr=1e-3)
+        >>> in_backward = mxep.train.OptimizerInBackward(optimizer)
+        >>> loss = model(torch.ones(2, 64)).square().mean()
+        >>> in_backward.decide(loss)
+        >>> loss.backward()  # and the updates
+        >>> optimizer.step()  # tells a WeightCache of the new weights
+        >>> model.weight.grad is None, bool(in_backward.norm() > 0)
+        (True, True)
     """
 
     def __init__(self, optimizer: AdamW) -> None:

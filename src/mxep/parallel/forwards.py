@@ -1,4 +1,4 @@
-"""Forwards of single modules, replaced so that torch.compile makes one graph for modules that are alike."""
+"""Forwards of single modules, replaced so that torch.compile makes one graph for modules that are alike, and pickled with their modules."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+_REPLACEMENT = "_mxep_replacement"  # attribute of a module
+
 
 def replace_forward(module: nn.Module, function: Callable[..., Any], *options: Hashable) -> Callable[[], None]:
     """Let a module compute by `function(module, *options, *args, **kwargs)`; returns what undoes it.
@@ -17,19 +19,24 @@ def replace_forward(module: nn.Module, function: Callable[..., Any], *options: H
     another object in each module: another graph for each layer, and after 8 of them none.
     """
     _Replacement(module, function, *options)
-    return functools.partial(_give_back, module)
+    return functools.partial(restore_forward, module)
 
 
-def is_forward_replaced(module: nn.Module) -> bool:
-    """Whether `replace_forward` has replaced a module's forward, or that of the module which it is a copy of."""
-    return _REPLACEMENT in vars(module)
+def replaced_by(module: nn.Module) -> Callable[..., Any] | None:
+    """The function of `replace_forward` that a module, or the one which it is a copy of, computes by; None without one."""
+    replacement = vars(module).get(_REPLACEMENT)
+    return None if replacement is None else replacement.function
 
 
-def _give_back(module: nn.Module) -> None:
+def is_forward_wrapped(module: nn.Module) -> bool:
+    """Whether something else has replaced the forward since `replace_forward`."""
+    replacement = vars(module)[_REPLACEMENT]
+    return getattr(vars(module).get("forward"), "__func__", None) is not _method(replacement.function, *replacement.options)
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Undo `replace_forward`."""
     del module.forward, module._mxep_replacement
-
-
-_REPLACEMENT = "_mxep_replacement"
 
 
 class _Replacement:
@@ -40,12 +47,12 @@ class _Replacement:
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], *options: Hashable) -> None:
-        self._made_of = module, function, *options
+        self.module, self.function, self.options = module, function, options
         vars(module)[_REPLACEMENT] = self
         vars(module)["forward"] = types.MethodType(_method(function, *options), module)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return _Replacement, self._made_of
+        return _Replacement, (self.module, self.function, *self.options)
 
 
 @functools.cache
