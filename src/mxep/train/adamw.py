@@ -72,12 +72,12 @@ class AdamW(torch.optim.Optimizer):
             first step: a shard of a parameter that ends within a block of quantised moments.
 
     Examples:
-        >>> model = torch.nn.Linear(64, 64).bfloat16()
-        >>> optimizer = mxep.train.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), state_bits=8)
-        >>> model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = mxep.train.AdamW(model.named_parameters(), lr=1e-3, betas=(0.9, 0.95))
+        >>> model(torch.ones(2, 64)).sum().backward()
         >>> optimizer.step()
         >>> sorted(optimizer.state[model.weight])
-        ['exp_avg_codes', 'exp_avg_scale', 'exp_avg_sq_codes', 'exp_avg_sq_scale', 'step']
+        ['exp_avg', 'exp_avg_sq', 'step']
     """
 
     def __init__(

@@ -35,8 +35,7 @@ class OptimizerInBackward:
         >>> in_backward = mxep.train.OptimizerInBackward(optimizer)
         >>> loss = model(torch.ones(2, 64)).square().mean()
         >>> in_backward.decide(loss)
-        >>> loss.backward()  # and the updates
-        >>> optimizer.step()  # tells a WeightCache of the new weights
+        >>> loss.backward()  # and the updates; optimizer.step() then tells a WeightCache of the new weights
         >>> model.weight.grad is None, bool(in_backward.norm() > 0)
         (True, True)
     """
