@@ -164,6 +164,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "dot_group_bias": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),
+        (torch.randn(3, N), torch.randn(G, N), offs(), row_map()),
         (torch.randn(N, M).t(), torch.randn(G, N).bfloat16(), offs().long()),
         (torch.randn(0, N), torch.randn(G, N), offs()),
     ],

@@ -58,9 +58,9 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("grouped_gemm.reference", "grouped_gemm.bias"): (
         # rows (M, N) plus bias (G, N) of the group that ends at offs (G,), times the row's score (M,) if given; each row's product with it
-        # (M,)
+        # (M,), read through row_map (M,) if given (zeros where it is -1)
         "add_group_bias(Tensor rows, Tensor bias, Tensor offs, Tensor? scores=None) -> Tensor",
-        "dot_group_bias(Tensor rows, Tensor bias, Tensor offs) -> Tensor",
+        "dot_group_bias(Tensor rows, Tensor bias, Tensor offs, Tensor? row_map=None) -> Tensor",
     ),
     # GEMMs over row groups that end at offs (G,) int32; rows past the last end are zero, or not defined (padding_rows 'skip')
     ("grouped_gemm.reference", "grouped_gemm.triton"): (

@@ -147,8 +147,9 @@ def test_group_bias_has_the_references_bytes(dtype: torch.dtype):
         for scores in (None, torch.rand(257, device="cuda")):
             want = reference.add_group_bias(rows, bias, ends, scores)
             assert_same_bytes(kernels.add_group_bias(rows, bias, ends, scores), want.cpu(), f"{width} columns")
-        got, want = (impl.dot_group_bias(rows, bias, ends) for impl in (kernels, reference))
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * width)
+        for index in (None, torch.randint(-1, 257, (300,), device="cuda", dtype=torch.int32)):
+            got, want = (impl.dot_group_bias(rows, bias, ends, index) for impl in (kernels, reference))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * width)
 
 
 @pytest.mark.large

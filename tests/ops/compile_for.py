@@ -96,6 +96,7 @@ def _launch_all() -> None:
         kernels.add_group_bias(x, x[:8].float(), ends)
         kernels.add_group_bias(x, x[:8], ends, torch.zeros(64))
         kernels.dot_group_bias(x, x[:8], ends)
+        kernels.dot_group_bias(x, x[:8], ends, index)
         kernels.cross_entropy(x, index[:64].long())
         kernels.cross_entropy_to_gradient(x.float(), index[:64].long())
         kernels.cross_entropy_to_gradient(x, index[:64].long())

@@ -81,6 +81,10 @@ def test_add_group_bias(dtype: torch.dtype):
             for scores in (None, torch.rand(len(rows))):
                 assert_same_bytes(kernels.add_group_bias(*given, scores), reference.add_group_bias(*given, scores))
             torch.testing.assert_close(kernels.dot_group_bias(*given), reference.dot_group_bias(*given), rtol=1e-5, atol=1e-4)
+            index = row_map(31, len(rows)) if len(rows) else torch.full((31,), -1, dtype=torch.int32)
+            got, want = (impl.dot_group_bias(rows, bias, ends, index) for impl in (kernels, reference))
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+            assert (want[29:] == 0).all(), "after the last group"
 
 
 @pytest.mark.usefixtures("poison")
@@ -297,6 +301,7 @@ def test_bad_input_is_named():
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(4), x), r"add_group_bias: scores are \(4, 64\)"),
         (lambda: kernels.dot_group_bias(x, x, torch.zeros(2)), r"dot_group_bias: rows .* offs \(2,\)"),
+        (lambda: kernels.dot_group_bias(x, x, torch.zeros(4), torch.zeros(3)), r"dot_group_bias: row_map is \(3,\) torch.float32, want"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -27,15 +27,22 @@ def add_bias_rows(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) ->
 
 
 def bias_grad(
-    grad: torch.Tensor, offs: torch.Tensor, shape: torch.Size, dtype: torch.dtype, scores: torch.Tensor | None = None
+    grad: torch.Tensor,
+    offs: torch.Tensor,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    scores: torch.Tensor | None = None,
+    grad_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of a bias of that shape, (N,) or (G, N), from grad (M, N): float32 sums of the rows of the groups, rounded once.
 
-    With scores (M,) float32 the bias was added to each row times its score.
+    With scores (M,) float32 the bias was added to each row times its score; with grad_map (M,) int32 row m of grad is row grad_map[m],
+    zeros where it is -1.
     """
     # A wgrad with an input of ones: sums in a fixed order on every device, and a NaN stays in its group.
-    ones = grad.new_ones(grad.shape[0], _ONES_COLUMNS) if scores is None else scores[:, None].repeat(1, _ONES_COLUMNS)
-    sums = direct.grouped_wgrad_hp(grad, ones, offs, torch.float32)[..., 0]  # (G, N)
+    count = (grad if grad_map is None else grad_map).shape[0]
+    ones = grad.new_ones(count, _ONES_COLUMNS) if scores is None else scores[:, None].repeat(1, _ONES_COLUMNS)
+    sums = direct.grouped_wgrad_hp(grad, ones, offs, torch.float32, grad_map=grad_map)[..., 0]  # (G, N)
     return (sums if len(shape) == 2 else sums.sum(0)).to(dtype)
 
 

@@ -421,13 +421,11 @@ def down_bias_gradients(
 ) -> Tensor | None:
     """Adds b2's gradient to `grads`, from the output's gradient (R, D); returns the part of the scores' gradient (P,) that b2 makes."""
     assert weights.b2 is not None
-    grad_rows = dequantize_data(values)
-    if rows.grad_map is not None:
-        grad_rows = direct.gather_rows(grad_rows, rows.grad_map)
+    grad = dequantize_data(values)
     if needs.b2:
-        _add(grads, "b2", bias_grad(grad_rows, rows.offs, weights.b2.shape, weights.b2.dtype, rows.scores))
+        _add(grads, "b2", bias_grad(grad, rows.offs, weights.b2.shape, weights.b2.dtype, rows.scores, rows.grad_map))
     # The bias is weighted by the score too.
-    return direct.dot_group_bias(grad_rows, weights.b2, rows.offs) if needs.scores else None
+    return direct.dot_group_bias(grad, weights.b2, rows.offs, rows.grad_map) if needs.scores else None
 
 
 def weight_gradients(

@@ -64,7 +64,8 @@ def add_group_bias(call: Call) -> Tensor:
 
 
 def dot_group_bias(call: Call) -> Tensor:
-    return call.rows.new_empty(call.rows.shape[0], dtype=_FLOAT32)
+    count = (call.rows if call.row_map is None else call.row_map).shape[0]
+    return call.rows.new_empty(count, dtype=_FLOAT32)
 
 
 def cross_entropy(call: Call) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mxep.ops.grouped_gemm.reference import check_row_map
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.launch import launch
 from mxep.shapes import cdiv, next_power_of_2
@@ -54,8 +55,9 @@ def _add_group_bias_kernel(
 
 @triton.jit(do_not_specialize=["M", "G"])
 def _dot_group_bias_kernel(
-    rows,  # (M, N) bf16 or float32
+    rows,  # (M, N) bf16 or float32, or as many rows as row_map knows
     rows_row,
+    row_map,  # (M,) int32, or None
     bias,  # (G, N) bf16 or float32, contiguous
     offs,  # (G,) int32
     out,  # (M,) float32
@@ -69,11 +71,15 @@ def _dot_group_bias_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = _groups_of(row, offs, G, GROUPS)
     owned = (row < M)[:, None] & (group < G)
+    source = row
+    if row_map is not None:
+        source = tl.load(row_map + row, mask=row < M, other=-1).to(tl.int64)
+        owned &= (source >= 0)[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(0, N, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         mine = owned & (column < N)[None, :]
-        value = tl.load(rows + row[:, None] * rows_row + column[None, :], mask=mine, other=0)  # (ROWS, COLUMNS)
+        value = tl.load(rows + source[:, None] * rows_row + column[None, :], mask=mine, other=0)  # (ROWS, COLUMNS)
         factor = tl.load(bias + group.to(tl.int64) * N + column[None, :], mask=mine, other=0).to(value.dtype)
         total += value.to(tl.float32) * factor.to(tl.float32)
     tl.store(out + row, tl.sum(total, axis=1), mask=row < M)
@@ -132,24 +138,33 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, s
     return out
 
 
-def dot_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+def dot_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, row_map: torch.Tensor | None = None) -> torch.Tensor:
     """Each row's product with its group's bias, rounded to rows' dtype first. The reference sums in another order.
 
     Args:
         rows, bias, offs: as in `add_group_bias`.
+        row_map: (M,) int32, the row that row m reads, -1 for one of zeros; None: row m reads row m.
 
     Returns:
         (M,) float32; 0 after the last group.
     """
     _check("dot_group_bias", rows, bias, offs, None)
-    num_rows, width = rows.shape
+    check_row_map("dot_group_bias", row_map)
+    num_rows, width = rows.shape[0] if row_map is None else row_map.shape[0], rows.shape[1]
     out = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
     if num_rows:
         tile_rows, tile_columns = tiles.DOT.fit(max(width, 1))
         launch(
             _dot_group_bias_kernel,
             cdiv(num_rows, tile_rows),
-            {**_operands(rows, bias, offs), "out": out, "ROWS": tile_rows, "COLUMNS": tile_columns},
+            {
+                **_operands(rows, bias, offs),
+                "row_map": None if row_map is None else row_map.contiguous(),
+                "out": out,
+                "M": num_rows,
+                "ROWS": tile_rows,
+                "COLUMNS": tile_columns,
+            },
             num_warps=tiles.DOT.warps,
         )
     return out

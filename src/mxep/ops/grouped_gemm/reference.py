@@ -401,15 +401,24 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, s
     return torch.where(grouped, (rows.float() + added).to(rows.dtype), rows).contiguous()
 
 
-def dot_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+def check_row_map(where: str, row_map: torch.Tensor | None) -> None:
+    """Raise ValueError unless row_map is (M,) int32 or None."""
+    if row_map is not None and (row_map.dim() != 1 or row_map.dtype != torch.int32):
+        raise ValueError(f"{where}: row_map is {tuple(row_map.shape)} {row_map.dtype}, want (M,) int32")
+
+
+def dot_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, row_map: torch.Tensor | None = None) -> torch.Tensor:
     """Each row's product with its group's bias, which is rounded to rows' dtype first: the gradient of a score that is the bias's factor.
 
     Args:
         rows, bias, offs: as in `add_group_bias`.
+        row_map: (M,) int32, the row that row m reads, -1 for one of zeros; None: row m reads row m.
 
     Returns:
         (M,) float32, summed in any order; 0 after the last group.
     """
+    check_row_map("dot_group_bias", row_map)
+    rows = rows if row_map is None else gather_rows(rows, row_map)
     factors, grouped = _of_rows(bias, offs, rows)
     return torch.where(grouped, rows.float() * factors, 0.0).sum(1)
 
