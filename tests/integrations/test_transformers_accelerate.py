@@ -26,6 +26,7 @@ from mxep.models.loss import IGNORE, linear_cross_entropy  # noqa: E402
 from mxep.parallel import MXLinear, convert_experts, quantize_base, unconvert  # noqa: E402
 from mxep.parallel.forwards import replaced_by  # noqa: E402
 from mxep.recipe import Recipe  # noqa: E402
+from mxep.train import AdamW  # noqa: E402
 
 FAMILIES = {"Qwen3Moe": "self_attn", "Mixtral": "self_attn", "GptOss": "self_attn", "DeepseekV3": "o_proj"}  # linear layers to convert
 MX = "mxfp8_wgrad_with_mx"
@@ -295,6 +296,27 @@ def test_trainer_with_activation_checkpointing(tmp_path: Path) -> None:
     assert len(got) == 3
     assert got == pytest.approx(want, rel=5e-3)
     assert got != want
+
+
+def test_trainer_with_an_optimizer_of_ours(tmp_path: Path) -> None:
+    """bf16 weights and 8-bit moments; a run that goes on from a checkpoint ends with the same bits.
+
+    Trainer does not read a checkpoint's experts, which are stored one by one, so the model is loaded from it.
+    """
+    data = [{"input_ids": row, "labels": row} for row in tokens_of(3, 8, 32).tolist()]
+    options = TrainingArguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=2, save_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    model_of().save_pretrained(tmp_path / "before")
+    ends = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-1")):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint or tmp_path / "before", dtype=torch.bfloat16)
+        optimizer = AdamW(model.named_parameters(), lr=1e-3, state_bits=8)
+        Trainer(model, options, train_dataset=data, optimizers=(optimizer, None)).train(resume_from_checkpoint=checkpoint)
+        assert "exp_avg_codes" in optimizer.state[model.lm_head.weight]
+        ends.append([parameter.detach() for parameter in model.parameters()])
+    assert all(map(torch.equal, *ends))
+    assert not any(map(torch.equal, ends[0], model_of().parameters()))
 
 
 def test_compiled() -> None:
