@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -217,6 +218,15 @@ def test_refused(change: dict, message: str) -> None:
     right = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(5, 4), "labels": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{**right, **change})
+
+
+def test_graphs_of_several_chunks_in_bf16_on_a_gpu() -> None:
+    """Traced as a graph is, without a GPU: torch 2.11 does not know addmm's out_dtype there."""
+    with FakeTensorMode():
+        hidden, weight = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in ((10, 64), (100, 64)))
+        labels = torch.zeros(10, dtype=torch.int64, device="cuda")
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=4)  # computes the gradients
+        assert (loss.dtype, loss.device.type) == (torch.float32, "cuda")
 
 
 def test_compiled_gradients_are_the_eager_ones() -> None:

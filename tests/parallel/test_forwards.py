@@ -46,6 +46,17 @@ def test_pickles_and_copies_compute_by_their_own_weights() -> None:
     assert [torch.equal(layer(x), wanted) for layer, wanted in zip(layers, want, strict=True)] == [True, True]
 
 
+def test_over_another_forward() -> None:
+    """A pickle reads a module's attributes in their order."""
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    layer.forward = functools.partial(times, layer, 5.0)  # type: ignore[method-assign]
+    for factor in (3.0, 2.0):
+        replace_forward(layer, times, factor)
+    want = nn.Linear.forward(layer, x) * 2
+    assert torch.equal(layer(x), want)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), want)
+
+
 def test_a_forward_around_it_is_told() -> None:
     layer = nn.Linear(3, 2)
     replace_forward(layer, times, 2.0)

@@ -373,8 +373,8 @@ def accelerate(
         raise ValueError(f"{where}: a {type(model).__name__}, want a transformers.PreTrainedModel; accelerate it before it is wrapped")
     if is_loss_converted(model) or any(map(_is_converted, model.modules())):
         raise ValueError(
-            f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned, or "
-            "mxep.unconvert"
+            f"{where}: a model with converted modules, want one as it was loaded; call undo() of what the first call returned, "
+            "mxep.unconvert after convert_experts or convert_linears, or load a copy's weights into a new model"
         )
     done = Acceleration()
     try:

@@ -189,14 +189,16 @@ class _MX:
 def _wide_product(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
     """a @ b of bf16 or wider, in float32 or float64: rounding each chunk's partial sum to bf16 would add errors.
 
-    `total` (in that dtype) is added, in place, by the product itself: a pass of its own would read and write as much again.
+    `total` (in that dtype) is added, in place, by the product itself: a pass of its own would read and write as much again.  In graphs
+    it has one, since torch 2.11 takes addmm's out_dtype for its beta there.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
     if not (a.is_cuda and a.dtype == torch.bfloat16):
         a, b = a.to(wide), b.to(wide)
         return a @ b if total is None else total.addmm_(a, b)
-    if total is None:
-        return torch.mm(a, b, out_dtype=wide)
+    if total is None or type(total) is not Tensor:
+        product = torch.mm(a, b, out_dtype=wide)
+        return product if total is None else total.add_(product)
     return torch.addmm(total, a, b, out_dtype=wide, out=total)
 
 

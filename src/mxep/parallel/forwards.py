@@ -48,6 +48,8 @@ class _Replacement:
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], *options: Hashable) -> None:
         self.module, self.function, self.options = module, function, options
+        for name in ("forward", _REPLACEMENT):  # of before: the order counts
+            vars(module).pop(name, None)
         vars(module)[_REPLACEMENT] = self
         vars(module)["forward"] = types.MethodType(_method(function, *options), module)
 

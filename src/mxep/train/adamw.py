@@ -18,7 +18,7 @@ import importlib
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,22 @@ from mxep.train.state_precision import moment_blocks, zeros_by_block
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOST_SMALL_VALUES = 1 << 20  # on all ranks; the kernel takes an H100 11 us for so many, and the host 22 us for its two launches
+
+
+class _Known(NamedTuple):
+    """What is known of a parameter; to find it takes longer than a step.
+
+    Attributes:
+        name: its own or, without names, its number.
+        key: of the random bits.
+        together: whether torch's step of many parameters takes it.
+        runs: where this rank's shard lies, see `_runs`.
+    """
+
+    name: str
+    key: int
+    together: bool
+    runs: tuple[int, int, int]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -54,9 +70,10 @@ class AdamW(torch.optim.Optimizer):
     Args:
         params: parameters, (name, parameter) pairs, or groups of either, as torch's; float32 or bf16, contiguous.  Names choose the random
             bits; without names the position among all parameters does.
-        lr: learning rate; a number, or () float32 on the parameters' device, which a CUDA graph can read.
-        betas: decay of both moments.  Moments in bf16 are rounded to nearest, as torch's are: with a second beta above 0.996 the second
-            moment cannot fall, as its change is below half of the distance to the next number.  Take 0.95, or `state_bits`.
+        lr: learning rate; a number, or a tensor of one, which a CUDA graph can read if it is on the parameters' device.
+        betas: decay of both moments.  Moments in bf16 are rounded to nearest, as torch's are: with a second beta above 0.998, as the
+            default, the second moment cannot fall, since its change is below half of the distance to the next number, and from 0.996 on
+            it stops soon.  Take 0.95, or `state_bits`.
         eps: added to the second moment's root.
         weight_decay: of groups without their own.
         state_bits: 8 or 4 for moments as torchao's codes, with a float32 scale for each 256 or 128 values, which needs torchao; parameters
@@ -68,8 +85,8 @@ class AdamW(torch.optim.Optimizer):
         found_inf: () float32 there, above 0 to skip the step; None: 0.
 
     Raises:
-        ValueError: a number out of range; a parameter of another dtype, or not contiguous; torchao is missing.  In `make_states` and the
-            first step: a shard of a parameter that ends within a block of quantised moments.
+        ValueError: a number out of range; options of torch's that are not here; a parameter of another dtype, or not contiguous; torchao
+            is missing.  In `make_states` and the first step: a shard of a parameter that ends within a block of quantised moments.
 
     Examples:
         >>> model = torch.nn.Linear(64, 64)
@@ -93,25 +110,24 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if state_bits not in (None, 8, 4):
             raise ValueError(f"AdamW: state_bits={state_bits!r}, want 8, 4 or None")
+        if state_bits:
+            _check_torchao(f"state_bits={state_bits} needs")
         self.state_bits, self.seed = state_bits, seed
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self._keys: dict[nn.Parameter, int] = {}  # of the random bits
-        self._together: set[nn.Parameter] = set()  # in float32, stepped by one call of torch's
-        self._runs: dict[nn.Parameter, tuple[int, int, int]] = {}  # of this rank's shards; to find them takes longer than a step
+        self._known: dict[Tensor, _Known] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: torch's has its own attributes alone."""
-        names = "state_bits", "seed", "grad_scale", "found_inf", "_keys", "_together", "_runs"
+        names = "state_bits", "seed", "grad_scale", "found_inf", "_known"
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises ValueError for numbers and parameters that a step cannot use."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            _check_group(group, self.state_bits)
+            _check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -125,41 +141,45 @@ class AdamW(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter not in self._runs:
-                    self._prepare(parameter)
+                self._state_of(parameter)
 
-    def _name(self, parameter: nn.Parameter) -> str:
-        """Its own or, without names, its number."""
-        count = 0
-        for group in self.param_groups:
-            for number, other in enumerate(group["params"]):
-                if other is parameter:
-                    return str(group["param_names"][number] if "param_names" in group else count + number)
-            count += len(group["params"])
-        raise ValueError("AdamW: a parameter of no group; add one by add_param_group")
+    def _known_of(self, parameter: Tensor) -> _Known:
+        """What is known of a parameter.
 
-    def _prepare(self, parameter: nn.Parameter) -> None:
-        """State of a parameter that may have none yet, and what is known of its shard."""
-        name, local = self._name(parameter), local_tensor(parameter)
-        if not self.state[parameter]:
+        Where it is a new one, parameters that have left the groups are forgotten, as Accelerate replaces those that FSDP2 shards.
+        """
+        if parameter not in self._known:
+            known, count = dict[Tensor, _Known](), 0
+            for group in self.param_groups:
+                parameters = group["params"]
+                for name, one in zip(group.get("param_names") or range(count, count + len(parameters)), parameters, strict=True):
+                    known[one] = self._known.get(one) or _look_at(one, str(name), self.seed, self.state_bits)
+                count += len(parameters)
+            self._known = known
+            for gone in self.state.keys() - known.keys():
+                del self.state[gone]
+        if parameter not in self._known:
+            raise ValueError("AdamW: a parameter of no group; add one by add_param_group")
+        return self._known[parameter]
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """A parameter's state, which is made if there is none."""
+        if not self.state.get(parameter):
+            name = self._known_of(parameter).name
             try:
                 self.state[parameter] = self._new_state(parameter)
             except ValueError as error:
                 raise ValueError(f"AdamW: {name}: {error}") from error
-        plain = local.dtype == torch.float32 and "exp_avg" in self.state[parameter]
-        if plain and (not local.is_cuda or parameter.numel() <= _MOST_SMALL_VALUES):
-            self._together.add(parameter)
-        self._keys[parameter] = zlib.crc32(f"{self.seed}/{name}".encode())
-        self._runs[parameter] = local.numel(), local.numel(), 0
-        if local.dtype == torch.bfloat16:  # only rounding asks where a shard lies
-            self._runs[parameter] = _runs(parameter.shape, local_shard(parameter)[1])
+        return self.state[parameter]
 
-    def _new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        device = local_shard(parameter)[0].device
-        state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        local = local_shard(parameter)[0]
+        if local.dtype == torch.bfloat16 and local.device.type == "cpu":
+            _check_torchao("a step of bf16 on a CPU needs")
+        state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32, device=local.device)}
         blocks = moment_blocks(self.state_bits, parameter.shape)
         if blocks is not None:
-            code_tables(blocks.bits, device)  # made here, since a step may run on another stream
+            code_tables(blocks.bits, local.device)  # made here, since a step may run on another stream
         for moment in _MOMENTS:
             if blocks is None:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -170,27 +190,32 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy what `state_dict()` of this class, or of torch.optim.AdamW, returned into the state, in its own dtypes and on its devices.
+        """Copy what `state_dict()` returned into the state, in its own dtypes and on its own devices; hooks see the groups alone.
 
-        A parameter without a state there has not been stepped: its moments become zeros.
+        The dictionary of torch.optim.AdamW fits too, where moments have the parameter's dtype here.  A parameter without a state there has
+        not been stepped: its moments become zeros.
 
         Raises:
-            ValueError: it is of other parameters or of another precision.
+            ValueError: it is of other parameters or of another precision, or asks for what this class does not do.  Nothing is changed.
         """
-        self.make_states()
+        groups, found = state_dict["param_groups"], dict[Tensor, dict[str, Tensor]]()
+        if [len(group["params"]) for group in groups] == [len(group["params"]) for group in self.param_groups]:  # else torch raises
+            for group, own_group in zip(groups, self.param_groups, strict=True):
+                _check_numbers(group)
+                for number, parameter in zip(group["params"], own_group["params"], strict=True):
+                    if state_dict["state"].get(number):
+                        found[parameter] = {key: torch.as_tensor(value) for key, value in state_dict["state"][number].items()}
+        for one, values in found.items():
+            got, want = ({key: tuple(value.shape) for key, value in state.items()} for state in (values, self._state_of(one)))
+            if got != want:
+                name = self._known_of(one).name
+                raise ValueError(f"AdamW: the state of {name} is {got}, want {want}; load one of the same precision and parameters")
         state = self.state
         super().load_state_dict({**state_dict, "state": {}})  # which would cast codes and scales to the parameter's dtype
         self.state = state
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            found, own = state_dict["state"].get(number, {}), state[parameter]
-            if found and {key: value.shape for key, value in found.items()} != {key: value.shape for key, value in own.items()}:
-                got = {key: tuple(value.shape) for key, value in found.items()}
-                want = {key: tuple(value.shape) for key, value in own.items()}
-                raise ValueError(f"AdamW: state {number} is {got}, want {want}; load a state of the same precision and parameters")
+        for parameter, own in state.items():
             for key, value in own.items():
-                value.copy_(found[key]) if found else value.zero_()
+                value.copy_(found[parameter][key]) if parameter in found else value.zero_()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -205,9 +230,7 @@ class AdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if parameter not in self._runs:
-                    self._prepare(parameter)
-                if parameter in self._together:
+                if self._known_of(parameter).together:
                     together.setdefault(parameter.device, []).append(parameter)
                     continue
                 if parameter.device not in rates:
@@ -220,16 +243,14 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
         """Update one parameter of that group, which has a gradient; `squares`, () float64, grows by the squares of this rank's part."""
-        if parameter not in self._runs:
-            self._prepare(parameter)
-        state = self.state[parameter]
+        known, state = self._known_of(parameter), self._state_of(parameter)
         local, gradient = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
             return
         codes = "" if "exp_avg" in state else "_codes"
         moments = [local_tensor(state[f"{moment}{codes}"]).view(-1) for moment in _MOMENTS]
         scales = [local_tensor(state[f"{moment}_scale"]).view(-1) if codes else None for moment in _MOMENTS]
-        step: Callable[..., None] = reference.adamw_step if parameter in self._together else direct.adamw_step
+        step: Callable[..., None] = reference.adamw_step if known.together else direct.adamw_step
         step(
             local.view(-1),
             gradient.reshape(-1),
@@ -239,20 +260,20 @@ class AdamW(torch.optim.Optimizer):
             _as_tensor(group["lr"], local.device),
             self.grad_scale,
             self.found_inf,
-            self._keys[parameter],
-            self._runs[parameter],
+            known.key,
+            known.runs,
             (*group["betas"], group["weight_decay"], group["eps"]),
             squares,
         )
         torch.autograd.graph.increment_version((parameter, local))  # kernels write past autograd
 
     def _step_together(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update parameters of `_together`, of that group and of one device, which have gradients."""
+        """Update parameters that are stepped by one call, of that group and of one device, which have gradients."""
         rows = []
         for parameter in parameters:
-            local = local_tensor(parameter)
+            local, state = local_tensor(parameter), self._state_of(parameter)  # of empty shards too: all ranks have the same states
             if local.numel():
-                state, gradient = self.state[parameter], local_tensor(parameter.grad).float().contiguous()  # type: ignore[arg-type]
+                gradient = local_tensor(parameter.grad).float().contiguous()  # type: ignore[arg-type]
                 rows.append((local, gradient, *(local_tensor(state[moment]) for moment in _MOMENTS), state["step"]))
         if not rows:
             return
@@ -265,28 +286,49 @@ class AdamW(torch.optim.Optimizer):
         torch.autograd.graph.increment_version((*parameters, *parts))  # torch's step leaves versions as they are
 
 
-def _check_group(group: dict[str, Any], state_bits: int | None) -> None:
-    """Raise ValueError for numbers and parameters that a step cannot use."""
+def _look_at(parameter: Tensor, name: str, seed: int, state_bits: int | None) -> _Known:
+    local = local_tensor(parameter)
+    plain = local.dtype == torch.float32 and moment_blocks(state_bits, parameter.shape) is None
+    together = plain and (not local.is_cuda or parameter.numel() <= _MOST_SMALL_VALUES)
+    runs = local.numel(), local.numel(), 0
+    if local.dtype == torch.bfloat16:  # only rounding asks where a shard lies
+        runs = _runs(parameter.shape, local_shard(parameter)[1])
+    return _Known(name, zlib.crc32(f"{seed}/{name}".encode()), together, runs)
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    """Raise ValueError for options of a group that a step cannot follow."""
     lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    if not ((isinstance(lr, Tensor) or lr >= 0) and 0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0 and decay >= 0):
+    one_rate = lr.numel() == 1 if isinstance(lr, Tensor) else lr >= 0
+    if not (one_rate and 0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0 and decay >= 0):
         got = f"lr={lr}, betas={(beta1, beta2)}, eps={eps}, weight_decay={decay}"
-        raise ValueError(f"AdamW: {got}, want lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
-    locals_ = [local_tensor(parameter) for parameter in group["params"]]
-    for number, local in enumerate(locals_):
+        raise ValueError(f"AdamW: {got}, want lr (one number), eps and weight_decay of at least 0 and betas from 0 to below 1")
+    if asked := [name for name in ("amsgrad", "maximize", "differentiable") if group.get(name)]:
+        raise ValueError(f"AdamW: a group with {asked[0]}=True, which this class does not do; take torch.optim.AdamW")
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError for options and parameters that a step cannot use."""
+    _check_numbers(group)
+    for number, parameter in enumerate(group["params"]):
+        local = local_tensor(parameter)
         if local.dtype not in (torch.bfloat16, torch.float32) or not local.is_contiguous():
             name = group["param_names"][number] if "param_names" in group else f"parameter {number} of its group"
             got = f"{local.dtype} with strides {local.stride()}"
             raise ValueError(f"AdamW: {name} is {got}, want contiguous bfloat16 or float32; make it so before")
-    if state_bits or any(local.dtype == torch.bfloat16 and not local.is_cuda for local in locals_):
-        try:
-            importlib.import_module("torchao.optim")
-        except ImportError as error:
-            asked = f"state_bits={state_bits} needs" if state_bits else "bf16 parameters on a CPU need"
-            raise ValueError(f"AdamW: {asked} torchao 0.18 or later; {install_command('torchao')} ({error})") from error
+
+
+def _check_torchao(who_needs: str) -> None:
+    try:
+        importlib.import_module("torchao.optim")
+    except ImportError as error:
+        raise ValueError(f"AdamW: {who_needs} torchao 0.18 or later; {install_command('torchao')} ({error})") from error
 
 
 def _as_tensor(lr: float | Tensor, device: torch.device) -> Tensor:
-    return lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
+    if isinstance(lr, Tensor):
+        return lr.to(device, torch.float32).reshape(())
+    return torch.full((), lr, dtype=torch.float32, device=device)
 
 
 def _runs(shape: torch.Size, region: tuple[slice, ...]) -> tuple[int, int, int]:

@@ -11,8 +11,6 @@ first update has another form:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,11 +40,12 @@ class OptimizerInBackward:
 
     def __init__(self, optimizer: AdamW) -> None:
         self.optimizer = optimizer
-        self._groups: dict[Tensor, dict[str, Any]] = {}
+        self._groups: dict[Tensor, int] = {}
         self._norms = GradientNorms()
-        for group in optimizer.param_groups:
+        optimizer.make_states()  # not on the streams of a backward, nor among its activations
+        for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                self._groups[parameter] = group
+                self._groups[parameter] = number
                 parameter.register_post_accumulate_grad_hook(self._step)
 
     @torch.no_grad()
@@ -71,5 +70,6 @@ class OptimizerInBackward:
     @torch.no_grad()
     def _step(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        self.optimizer.step_parameter(parameter, self._groups[parameter], self._norms.squares_of(parameter.grad))
+        group = self.optimizer.param_groups[self._groups[parameter]]  # a load replaces the groups
+        self.optimizer.step_parameter(parameter, group, self._norms.squares_of(parameter.grad))
         parameter.grad = None

@@ -52,7 +52,7 @@ __device__ __forceinline__ u32 hashed(u32 x) {           // reference._hash
 // ---------------------------------------------------------------- the lane's 8 values from i on, of n: whole blocks of quantised moments
 
 // Of float32 a lane takes two quads instead, of the warp's first and second 128 values: an access of the warp is then 512 neighbouring
-// bytes, and not the half of each of 32 sectors, which an H200 reads and writes at 80% of a copy's speed instead of 92%.
+// bytes, and not the half of each of 32 sectors, which an H200 reads and writes at 80% of a copy's speed instead of 93%.
 constexpr bool QUADS = PARAMETER_FLOAT && !BITS && VECTORS;
 __device__ __forceinline__ bool in_quads(u64 i, u64 n) { return QUADS && (i | (WARP - 1)) < n; }
 __device__ __forceinline__ u64 quad(u64 i, int k) { return (i & ~(u64)(WARP - 1)) + i % WARP / 2 + WARP / 2 * k; }
