@@ -326,9 +326,10 @@ def _check_torchao(who_needs: str) -> None:
 
 
 def _as_tensor(lr: float | Tensor, device: torch.device) -> Tensor:
-    if isinstance(lr, Tensor):
-        return lr.to(device, torch.float32).reshape(())
-    return torch.full((), lr, dtype=torch.float32, device=device)
+    if not isinstance(lr, Tensor):
+        return torch.full((), lr, dtype=torch.float32, device=device)
+    fits = not lr.dim() and lr.dtype == torch.float32 and lr.device == device
+    return lr if fits else lr.to(device, torch.float32).reshape(())
 
 
 def _runs(shape: torch.Size, region: tuple[slice, ...]) -> tuple[int, int, int]:
