@@ -230,7 +230,7 @@ class AdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if self._known_of(parameter).together:
+                if (self._known.get(parameter) or self._known_of(parameter)).together:
                     together.setdefault(parameter.device, []).append(parameter)
                     continue
                 if parameter.device not in rates:
@@ -243,7 +243,8 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
         """Update one parameter of that group, which has a gradient; `squares`, () float64, grows by the squares of this rank's part."""
-        known, state = self._known_of(parameter), self._state_of(parameter)
+        known = self._known.get(parameter) or self._known_of(parameter)
+        state = self.state.get(parameter) or self._state_of(parameter)
         local, gradient = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
             return
