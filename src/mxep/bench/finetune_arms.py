@@ -206,8 +206,8 @@ class FinetuneRun:
                 self.trained, lr=_LORA_LR, weight_decay=0.0, fused=on_gpu, capturable=self.graphed and on_gpu
             )
             return
-        groups = [{"params": list(self.model.named_parameters()), "weight_decay": 0.0}]
-        in_bytes = AdamW(groups, _FULL_LR, BETAS, state_bits=StatePrecision(self.arm.optimizer).state_bits)
+        bits = StatePrecision(self.arm.optimizer).state_bits
+        in_bytes = AdamW(self.model.named_parameters(), _FULL_LR, BETAS, weight_decay=0.0, state_bits=bits)
         self.optimizer, self.in_backward = in_bytes, OptimizerInBackward(in_bytes)
 
     def step(self, tokens: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ def _moments(state: dict[str, Tensor], precision: StatePrecision) -> list[Tensor
     """AdamW's two moments as numbers, one after the other in memory."""
     if "exp_avg" in state:
         return [state[name].flatten() for name in _MOMENTS]
-    bits = 8 if precision.optimizer == "adamw8bit" else 4
+    bits = precision.state_bits
+    assert bits is not None
     tables = code_tables(bits, state["step"].device)[0]
     parts = ((state[f"{name}_codes"].flatten(), state[f"{name}_scale"].flatten()) for name in _MOMENTS)
     return [dequantize(*part, table, bits) for part, table in zip(parts, tables, strict=True)]

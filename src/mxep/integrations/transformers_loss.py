@@ -86,7 +86,7 @@ def convert_loss(model: PreTrainedModel, recipe: Recipe) -> Callable[[], None]:
 
     def undo() -> None:
         del model.forward, head.forward
-        if _hands_on(model):  # else it is one that was set since
+        if _has_converted_loss(model):  # else it is one that was set since
             del model._loss_function
             if own is not None:
                 model.loss_function = own
@@ -96,10 +96,10 @@ def convert_loss(model: PreTrainedModel, recipe: Recipe) -> Callable[[], None]:
 
 def is_loss_converted(model: PreTrainedModel) -> bool:
     """Whether `convert_loss` has converted the model, or the one which it is a copy of."""
-    return getattr(vars(model).get("forward"), "func", None) is _model_forward or _hands_on(model)
+    return getattr(vars(model).get("forward"), "func", None) is _model_forward or _has_converted_loss(model)
 
 
-def _hands_on(model: PreTrainedModel) -> bool:
+def _has_converted_loss(model: PreTrainedModel) -> bool:
     """Whether the model's loss function is that of `convert_loss`, and no other has been set since."""
     return getattr(getattr(model, "_loss_function", None), "func", None) is _loss_function
 
@@ -107,7 +107,7 @@ def _hands_on(model: PreTrainedModel) -> bool:
 def _model_forward(model: PreTrainedModel, state: LossState, *args: Any, **kwargs: Any) -> Any:
     forward = type(model).forward
     labels, kept = kwargs.get("labels"), kwargs.get("logits_to_keep", 0)
-    if not model.training or labels is None or not isinstance(kept, int) or kept != 0 or not _hands_on(model):
+    if not model.training or labels is None or not isinstance(kept, int) or kept != 0 or not _has_converted_loss(model):
         return forward(model, *args, **kwargs)
     if torch.is_autocast_enabled(labels.device.type) and torch.get_autocast_dtype(labels.device.type) == torch.float16:
         raise ValueError(

@@ -36,8 +36,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOST_SMALL_VALUES = 1 << 20  # on all ranks; the kernel takes an H100 11 us for so many, and the host 22 us for its two launches
 
 
-class _Known(NamedTuple):
-    """What is known of a parameter; to find it takes longer than a step.
+class _ParameterInfo(NamedTuple):
+    """What a step reads of a parameter besides its state; to find it takes longer than the step.
 
     Attributes:
         name: its own or, without names, its number.
@@ -115,12 +115,12 @@ class AdamW(torch.optim.Optimizer):
         self.state_bits, self.seed = state_bits, seed
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self._known: dict[Tensor, _Known] = {}
+        self._info: dict[Tensor, _ParameterInfo] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: torch's has its own attributes alone."""
-        names = "state_bits", "seed", "grad_scale", "found_inf", "_known"
+        names = "state_bits", "seed", "grad_scale", "found_inf", "_info"
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -143,29 +143,31 @@ class AdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self._state_of(parameter)
 
-    def _known_of(self, parameter: Tensor) -> _Known:
-        """What is known of a parameter.
+    def _info_of(self, parameter: Tensor) -> _ParameterInfo:
+        """What a step reads of this parameter besides its state.
 
-        Where it is a new one, parameters that have left the groups are forgotten, as Accelerate replaces those that FSDP2 shards.
+        It is found once.  Where a parameter is new, those that have left the groups are forgotten: Accelerate replaces what FSDP2 shards.
         """
-        if parameter not in self._known:
-            known, count = dict[Tensor, _Known](), 0
+        if parameter not in self._info:
+            infos, count = dict[Tensor, _ParameterInfo](), 0
             for group in self.param_groups:
                 parameters = group["params"]
                 for name, one in zip(group.get("param_names") or range(count, count + len(parameters)), parameters, strict=True):
-                    known[one] = self._known.get(one) or _look_at(one, str(name), self.seed, self.state_bits)
+                    infos[one] = self._info.get(one) or _parameter_info(one, str(name), self.seed, self.state_bits)
                 count += len(parameters)
-            self._known = known
-            for gone in self.state.keys() - known.keys():
+            self._info = infos
+            for gone in self.state.keys() - infos.keys():
                 del self.state[gone]
-        if parameter not in self._known:
+        if parameter not in self._info:
             raise ValueError("AdamW: a parameter of no group; add one by add_param_group")
-        return self._known[parameter]
+        return self._info[parameter]
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """A parameter's state, which is made if there is none."""
         if not self.state.get(parameter):
-            name = self._known_of(parameter).name
+            name = self._info_of(parameter).name
+            if parameter.dtype == torch.bfloat16 and local_tensor(parameter).device.type == "cpu":
+                _check_torchao("a step of bf16 on a CPU needs")
             try:
                 self.state[parameter] = self._new_state(parameter)
             except ValueError as error:
@@ -173,13 +175,11 @@ class AdamW(torch.optim.Optimizer):
         return self.state[parameter]
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        local = local_shard(parameter)[0]
-        if local.dtype == torch.bfloat16 and local.device.type == "cpu":
-            _check_torchao("a step of bf16 on a CPU needs")
-        state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32, device=local.device)}
+        device = local_shard(parameter)[0].device
+        state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32, device=device)}
         blocks = moment_blocks(self.state_bits, parameter.shape)
         if blocks is not None:
-            code_tables(blocks.bits, local.device)  # made here, since a step may run on another stream
+            code_tables(blocks.bits, device)  # made here, since a step may run on another stream
         for moment in _MOMENTS:
             if blocks is None:
                 state[moment] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -208,7 +208,7 @@ class AdamW(torch.optim.Optimizer):
         for one, values in found.items():
             got, want = ({key: tuple(value.shape) for key, value in state.items()} for state in (values, self._state_of(one)))
             if got != want:
-                name = self._known_of(one).name
+                name = self._info_of(one).name
                 raise ValueError(f"AdamW: the state of {name} is {got}, want {want}; load one of the same precision and parameters")
         state = self.state
         super().load_state_dict({**state_dict, "state": {}})  # which would cast codes and scales to the parameter's dtype
@@ -230,7 +230,7 @@ class AdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if (self._known.get(parameter) or self._known_of(parameter)).together:
+                if (self._info.get(parameter) or self._info_of(parameter)).together:
                     together.setdefault(parameter.device, []).append(parameter)
                     continue
                 if parameter.device not in rates:
@@ -243,7 +243,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any], squares: Tensor | None = None) -> None:
         """Update one parameter of that group, which has a gradient; `squares`, () float64, grows by the squares of this rank's part."""
-        known = self._known.get(parameter) or self._known_of(parameter)
+        info = self._info.get(parameter) or self._info_of(parameter)
         state = self.state.get(parameter) or self._state_of(parameter)
         local, gradient = local_tensor(parameter), local_tensor(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():
@@ -251,7 +251,7 @@ class AdamW(torch.optim.Optimizer):
         codes = "" if "exp_avg" in state else "_codes"
         moments = [local_tensor(state[f"{moment}{codes}"]).view(-1) for moment in _MOMENTS]
         scales = [local_tensor(state[f"{moment}_scale"]).view(-1) if codes else None for moment in _MOMENTS]
-        step: Callable[..., None] = reference.adamw_step if known.together else direct.adamw_step
+        step: Callable[..., None] = reference.adamw_step if info.together else direct.adamw_step
         step(
             local.view(-1),
             gradient.reshape(-1),
@@ -261,8 +261,8 @@ class AdamW(torch.optim.Optimizer):
             _as_tensor(group["lr"], local.device),
             self.grad_scale,
             self.found_inf,
-            known.key,
-            known.runs,
+            info.key,
+            info.runs,
             (*group["betas"], group["weight_decay"], group["eps"]),
             squares,
         )
@@ -287,14 +287,14 @@ class AdamW(torch.optim.Optimizer):
         torch.autograd.graph.increment_version((*parameters, *parts))  # torch's step leaves versions as they are
 
 
-def _look_at(parameter: Tensor, name: str, seed: int, state_bits: int | None) -> _Known:
+def _parameter_info(parameter: Tensor, name: str, seed: int, state_bits: int | None) -> _ParameterInfo:
     local = local_tensor(parameter)
     plain = local.dtype == torch.float32 and moment_blocks(state_bits, parameter.shape) is None
     together = plain and (not local.is_cuda or parameter.numel() <= _MOST_SMALL_VALUES)
     runs = local.numel(), local.numel(), 0
     if local.dtype == torch.bfloat16:  # only rounding asks where a shard lies
         runs = _runs(parameter.shape, local_shard(parameter)[1])
-    return _Known(name, zlib.crc32(f"{seed}/{name}".encode()), together, runs)
+    return _ParameterInfo(name, zlib.crc32(f"{seed}/{name}".encode()), together, runs)
 
 
 def _check_numbers(group: dict[str, Any]) -> None:

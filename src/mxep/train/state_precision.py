@@ -60,17 +60,13 @@ class StatePrecision:
     def state_bits(self) -> Literal[8, 4] | None:
         return _BITS[self.optimizer]
 
-    def blocks(self, shape: Sequence[int]) -> MomentBlocks | None:
-        """How the moments of a parameter of this (global) shape are quantised; None: they are not."""
-        return moment_blocks(self.state_bits, shape)
-
     def moment_bytes(self, shape: Sequence[int], values: int) -> int:
         """Bytes of both moments for `values` values of a parameter of this (global) shape.
 
         >>> StatePrecision().moment_bytes((64, 64), 4096), StatePrecision("adamw8bit", "bfloat16").moment_bytes((64, 64), 4096)
         (32768, 8320)
         """
-        blocks = self.blocks(shape)
+        blocks = moment_blocks(self.state_bits, shape)
         if blocks is None:
             return 2 * values * self.torch_dtype.itemsize
         return 2 * (values * blocks.bits // 8 + -(-values // blocks.size) * _FLOAT32)
