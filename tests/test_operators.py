@@ -162,12 +162,13 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(()).expand(M, N), torch.randn(G, N), offs()),
         (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs(), torch.rand(M)),
     ],
-    "dot_group_bias": lambda: [
-        (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),
-        (torch.randn(3, N), torch.randn(G, N), offs(), row_map()),
-        (torch.randn(N, M).t(), torch.randn(G, N).bfloat16(), offs().long()),
-        (torch.randn(0, N), torch.randn(G, N), offs()),
+    "group_bias_grads": lambda: [
+        (torch.randn(M, N).bfloat16(), offs(), torch.randn(G, N), torch.rand(M)),
+        (torch.randn(3, N), offs(), torch.randn(G, N), None, row_map()),
+        (torch.randn(N, M).t(), offs().long(), torch.randn(G, N).bfloat16(), None, None, False),
+        (torch.randn(M, N), offs()),
     ],
+    "group_bias_factors": lambda: [(torch.randn(G, N), None, 5), (torch.randn(N, G).bfloat16().t(), torch.rand(M), M)],
     "cross_entropy": lambda: [
         (torch.randn(3, 7), torch.tensor([6, -100, 0])),
         (torch.randn(2, 8).bfloat16(), torch.tensor([[1, 2], [3, 4]])[:, 0]),

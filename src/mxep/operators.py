@@ -57,10 +57,14 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "str activation='swiglu', float[] form=[], str granularity='auto') -> Tensor[]",
     ),
     ("grouped_gemm.reference", "grouped_gemm.bias"): (
-        # rows (M, N) plus bias (G, N) of the group that ends at offs (G,), times the row's score (M,) if given; each row's product with it
-        # (M,), read through row_map (M,) if given (zeros where it is -1)
+        # rows (M, N) plus bias (G, N) of the group that ends at offs (G,), times the row's score (M,) if given
         "add_group_bias(Tensor rows, Tensor bias, Tensor offs, Tensor? scores=None) -> Tensor",
-        "dot_group_bias(Tensor rows, Tensor bias, Tensor offs, Tensor? row_map=None) -> Tensor",
+        # from the result's gradient, read through row_map (M,) if given (zeros where it is -1): (G, N) that of the bias if sums, and (M,)
+        # that of the scores with a bias
+        "group_bias_grads(Tensor rows, Tensor offs, Tensor? bias=None, Tensor? scores=None, Tensor? row_map=None, bool sums=True) "
+        "-> Tensor[]",
+        # inner (num_rows, 16) and lora_b (G, N, 16) with which grouped_mm_mx adds scores times a bias (G, N)
+        "group_bias_factors(Tensor bias, Tensor? scores, SymInt num_rows) -> (Tensor, Tensor)",
     ),
     # GEMMs over row groups that end at offs (G,) int32; rows past the last end are zero, or not defined (padding_rows 'skip')
     ("grouped_gemm.reference", "grouped_gemm.triton"): (

@@ -148,8 +148,14 @@ def test_group_bias_has_the_references_bytes(dtype: torch.dtype):
             want = reference.add_group_bias(rows, bias, ends, scores)
             assert_same_bytes(kernels.add_group_bias(rows, bias, ends, scores), want.cpu(), f"{width} columns")
         for index in (None, torch.randint(-1, 257, (300,), device="cuda", dtype=torch.int32)):
-            got, want = (impl.dot_group_bias(rows, bias, ends, index) for impl in (kernels, reference))
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * width)
+            given = rows, ends, bias, torch.rand(257 if index is None else 300, device="cuda"), index
+            for got, want in zip(kernels.group_bias_grads(*given), reference.group_bias_grads(*given), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * width)
+            assert_same_bytes(kernels.group_bias_grads(*given)[0], kernels.group_bias_grads(*given)[0].cpu())
+        for scores in (None, torch.rand(257, device="cuda")):
+            got, want = (impl.group_bias_factors(bias, scores, 257) for impl in (kernels, reference))
+            for a, b in zip(got, want, strict=True):
+                assert_same_bytes(a, b.cpu())
 
 
 @pytest.mark.large

@@ -217,12 +217,12 @@ def wanted() -> Iterator[tuple[str, tuple[str, ...], tuple[str, str], int]]:
     hp, mx = RECIPES[1:]
     yield hp, ("x", *NAMES[:3]), ("mx+hp", "hp"), 5
     yield mx, ("x", *NAMES[:3]), ("mx", "mx"), 4
-    yield mx, ("x", *NAMES), ("mx+hp", "mx"), 6
+    yield mx, ("x", *NAMES), ("mx+hp", "mx"), 4
     yield hp, ("x",), ("mx", "none"), 2
     yield hp, ("w1",), ("hp", "none"), 2
     yield hp, ("w2",), ("none", "hp"), 2
     yield mx, ("w2",), ("none", "mx"), 2
-    yield hp, ("b1",), ("hp", "none"), 2
+    yield hp, ("b1",), ("hp", "none"), 1
 
 
 @pytest.mark.parametrize(("recipe", "leaves", "forms", "gemms"), list(wanted()))
@@ -249,6 +249,8 @@ def test_the_activation_rebases_the_operands_of_fp8_gemms(recipe: str, granulari
     monkeypatch.setitem(GEMM_PATHS, "reference", GEMM_PATHS["reference"]._replace(granularity=granularity))
     monkeypatch.setattr(GemmOptions, "rebased", granularity)
     module, (x, dy) = experts(recipe), rows(recipe)
+    for bias in (module.b1, module.b3):  # gate and up then have the same bits in both runs
+        torch.nn.init.zeros_(bias)
     held, weight_gradients = [], ffn.weight_gradients
     monkeypatch.setattr(ffn, "weight_gradients", lambda *args: (held.append(args[2].gate_up.rebased), weight_gradients(*args))[1])
 

@@ -32,15 +32,16 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
     """Nothing but the first product's own rounding: with its values in place of the bytes the activation gives the same bits.
 
     Against float64 of the unquantised product that rounding, 2.6% of a value, shows in every gradient, and no other operation adds to it.
+    The limit lies between two codes of e4m3: if it were one, all values that round to it would cross it.
     """
     generator = torch.Generator().manual_seed(3)
-    form = SwiGLU(1.0, 1.702, 1.0) if name == "clamped" else SwiGLU()
+    form = SwiGLU(0.97, 1.702, 1.0) if name == "clamped" else SwiGLU()
     activation = Activation("swiglu" if name == "clamped" else name, layout, tuple(form))
     gemm = gemm_options(torch.device("cpu"), torch.bfloat16, "auto", "mx", mode, pad_groups=False) if mode else None
     options = ExpertOptions(gemm, activation, padding_rows="skip")
     first, dh = (draw(generator, 70, width).bfloat16() for width in (H if name == "relu2" else 2 * H, H))
-    bias, offs, scores = draw(generator, 2, first.shape[1]), torch.tensor([32, 64], dtype=torch.int32), torch.rand(70)
-    given = ExpertWeights(dh, dh, b1=bias), ExpertRows(offs, scores), options
+    offs, scores = torch.tensor([32, 64], dtype=torch.int32), torch.rand(70)
+    given = ExpertWeights(dh, dh), ExpertRows(offs, scores), options
     h, kept = expert_mlp.activate(first, *given, "rceil")
     again, _ = expert_mlp.activate(first, *given, "")
     assert_same(*(dequantize_data(forms.hp if forms.mx is None else forms.mx) for forms in (h, again)))

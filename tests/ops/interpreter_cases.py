@@ -80,11 +80,48 @@ def test_add_group_bias(dtype: torch.dtype):
             given = (rows, bias, ends if len(rows) else ends * 0)
             for scores in (None, torch.rand(len(rows))):
                 assert_same_bytes(kernels.add_group_bias(*given, scores), reference.add_group_bias(*given, scores))
-            torch.testing.assert_close(kernels.dot_group_bias(*given), reference.dot_group_bias(*given), rtol=1e-5, atol=1e-4)
-            index = row_map(31, len(rows)) if len(rows) else torch.full((31,), -1, dtype=torch.int32)
-            got, want = (impl.dot_group_bias(rows, bias, ends, index) for impl in (kernels, reference))
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
-            assert (want[29:] == 0).all(), "after the last group"
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_group_bias_grads(dtype: torch.dtype):
+    for width in (7, 96, 1056):
+        bias, ends = torch.randn(5, width), torch.tensor([3, 3, 170, 240, 290])
+        for rows in (torch.randn(330, width).to(dtype), torch.randn(width, 290).to(dtype).t(), torch.randn(0, width).to(dtype)):
+            mapped = row_map(310, len(rows)) if len(rows) else torch.full((310,), -1, dtype=torch.int32)
+            for index in (None, mapped):
+                count = len(rows) if index is None else len(index)
+                offs, scores = (ends if count else ends * 0), torch.rand(count)
+                for given in ((None, None), (bias, scores), (bias, None), (None, scores)):
+                    got, want = (impl.group_bias_grads(rows, offs, *given, index) for impl in (kernels, reference))
+                    for a, b in zip(got, want, strict=True):
+                        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+                    assert len(want) == 1 + (given[0] is not None)
+                (dots,) = kernels.group_bias_grads(rows, offs, bias, scores, index, sums=False)
+                torch.testing.assert_close(dots, reference.group_bias_grads(rows, offs, bias, None, index)[1], rtol=1e-5, atol=1e-4)
+                assert (dots[290:] == 0).all(), "after the last group"
+
+
+@pytest.mark.usefixtures("poison")
+def test_a_nan_stays_in_the_sums_of_its_group():
+    rows, ends = torch.randn(330, 40), torch.tensor([3, 3, 170, 240, 290])
+    rows[169, 5] = torch.nan
+    rows[300] = torch.inf
+    (sums,) = kernels.group_bias_grads(rows, ends)
+    assert sums.isfinite().all(1).tolist() == [True, True, False, True, True]
+    assert sums.isnan().sum() == 1
+
+
+@pytest.mark.usefixtures("poison")
+def test_group_bias_factors():
+    for rows, width in ((33, 7), (300, 96), (0, 32)):
+        bias, scores = torch.randn(5, width), torch.rand(rows)
+        for given in ((bias, None), (bias.to(BF16), scores), (torch.randn(width, 5).t(), scores * 1e30)):
+            for got, want in zip(kernels.group_bias_factors(*given, rows), reference.group_bias_factors(*given, rows), strict=True):
+                assert_same_bytes(got, want)
+        inner, lora_b = kernels.group_bias_factors(bias, scores, rows)
+        products = inner.double() @ lora_b[3].double().T
+        assert torch.equal(products, scores[:, None].double() * bias[3].bfloat16().double()), "the terms add up to the score"
 
 
 @pytest.mark.usefixtures("poison")
@@ -300,8 +337,12 @@ def test_bad_input_is_named():
         (lambda: kernels.activate(x, "interleaved", "rceil", False, None, None, x), r"scores are \(4, 64\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(4), x), r"add_group_bias: scores are \(4, 64\)"),
-        (lambda: kernels.dot_group_bias(x, x, torch.zeros(2)), r"dot_group_bias: rows .* offs \(2,\)"),
-        (lambda: kernels.dot_group_bias(x, x, torch.zeros(4), torch.zeros(3)), r"dot_group_bias: row_map is \(3,\) torch.float32, want"),
+        (lambda: kernels.group_bias_grads(x, torch.zeros(2), x), r"group_bias_grads: rows .* offs \(2,\)"),
+        (lambda: kernels.group_bias_grads(x, torch.zeros(4), None, x), r"group_bias_grads: scores are \(4, 64\)"),
+        (lambda: kernels.group_bias_grads(x.half(), torch.zeros(4)), r"rows \(4, 64\) torch.float16, no bias"),
+        (lambda: kernels.group_bias_grads(x, torch.zeros(4), x, None, torch.zeros(3)), r"row_map is \(3,\) torch.float32, want"),
+        (lambda: kernels.group_bias_factors(x[0], None, 4), r"group_bias_factors: bias is \(64,\)"),
+        (lambda: kernels.group_bias_factors(x, torch.zeros(3), 4), r"group_bias_factors: scores are \(3,\)"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -22,7 +22,9 @@ def test_kernels_compile(capability: int):
     assert {line["kernel"] for line in compiled} == {
         "_add_group_bias_kernel",
         "_add_group_lora_kernel",
-        "_dot_group_bias_kernel",
+        "_group_bias_factors_kernel",
+        "_group_bias_grads_kernel",
+        "_sum_parts_kernel",
         "_cross_entropy_kernel",
         "_copy_expert_grads_kernel",
         "_chunk_bounds_kernel",

@@ -11,8 +11,6 @@ from mxep.mx.compile import in_graph
 from mxep.mx.tensor import dequantize_data
 from mxep.operators import direct
 
-_ONES_COLUMNS = 8  # 16 bytes of bf16, the least that a grouped GEMM on a GPU takes
-
 
 def check_bias(where: str, bias: torch.Tensor, num_groups: int, columns: int) -> None:
     """Raise ValueError unless bias is (N,) or (G, N) in bf16 or float32."""
@@ -39,10 +37,7 @@ def bias_grad(
     With scores (M,) float32 the bias was added to each row times its score; with grad_map (M,) int32 row m of grad is row grad_map[m],
     zeros where it is -1.
     """
-    # A wgrad with an input of ones: sums in a fixed order on every device, and a NaN stays in its group.
-    count = (grad if grad_map is None else grad_map).shape[0]
-    ones = grad.new_ones(count, _ONES_COLUMNS) if scores is None else scores[:, None].repeat(1, _ONES_COLUMNS)
-    sums = direct.grouped_wgrad_hp(grad, ones, offs, torch.float32, grad_map=grad_map)[..., 0]  # (G, N)
+    (sums,) = direct.group_bias_grads(grad, offs, None, scores, grad_map)
     return (sums if len(shape) == 2 else sums.sum(0)).to(dtype)
 
 

@@ -27,7 +27,7 @@ from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
-from mxep.ops.grouped_gemm.reference import fuses_lora
+from mxep.ops.grouped_gemm.reference import FUSED_RANK, fuses_lora
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale; of a weight also the parts of `RebasedWeight`
 SavedForm = tuple[Tensor | None, Tensor | None]  # dgrad's form of a weight, which forward has made: data and scale, or None of both
@@ -438,6 +438,13 @@ class Lora(NamedTuple):
     row_map: Tensor | None = None
 
 
+class GroupBias(NamedTuple):
+    """A bias of row groups, values (L, N), times the rows' scores (P,) float32; None: times one."""
+
+    values: Tensor
+    scores: Tensor | None = None
+
+
 def rows_gemm(
     rows: Tensor | RebasedRows,
     weights: Weights,
@@ -446,8 +453,11 @@ def rows_gemm(
     lora: Lora | None = None,
     row_map: Tensor | None = None,
     padding_rows: str = "zero",
+    bias: GroupBias | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Products of row groups with their weights, and with an adapter's.
+    """Products of row groups with their weights, and with an adapter's, plus a bias.
+
+    A GEMM that `adds_lora` adds one of the two before it rounds, an adapter first; a pass of its own adds the other.
 
     Args:
         rows: (R, K), MX, plain, or rebased and in order.  weights: (L, N, K).
@@ -457,16 +467,24 @@ def rows_gemm(
     Returns:
         (P, N) in the experts' order, or (P, K); and x @ a.T (P, r), None without an adapter.
     """
+    inner = None
     if lora is None:
-        return _gemm(rows, weights, which, offs, row_map, padding_rows), None
-    x, a, b, x_map = lora
-    if isinstance(x, MXTensor):
-        x, x_map = row_values(x, x_map, offs), None
-    if adds_lora(weights.gemm, a.shape[1]):
-        inner = direct.group_lora_inner(x, a, offs, x_map)
-        return _gemm(rows, weights, which, offs, row_map, padding_rows, (inner, b)), inner
-    out = _gemm(rows, weights, which, offs, row_map, padding_rows)
-    return out, direct.add_group_lora(out, x, a, b, offs, x_map)
+        factors = None
+        if bias is not None and adds_lora(weights.gemm, FUSED_RANK):
+            num_rows = (row_map if row_map is not None else rows.data if isinstance(rows, RebasedRows) else rows).shape[0]
+            factors, bias = direct.group_bias_factors(bias.values, bias.scores, num_rows), None
+        out = _gemm(rows, weights, which, offs, row_map, padding_rows, factors)
+    else:
+        x, a, b, x_map = lora
+        if isinstance(x, MXTensor):
+            x, x_map = row_values(x, x_map, offs), None
+        if adds_lora(weights.gemm, a.shape[1]):
+            inner = direct.group_lora_inner(x, a, offs, x_map)
+            out = _gemm(rows, weights, which, offs, row_map, padding_rows, (inner, b))
+        else:
+            out = _gemm(rows, weights, which, offs, row_map, padding_rows)
+            inner = direct.add_group_lora(out, x, a, b, offs, x_map)
+    return out if bias is None else direct.add_group_bias(out, bias.values, offs, bias.scores), inner
 
 
 def _gemm(

@@ -2,8 +2,8 @@
 
 before  rows (R, D), MX or plain, and where the rows of each expert are: `ExpertRows`
 after   rows (P, D) in the experts' order, each times its score where there are scores
-forward   gate and up in one GEMM -> (P, 2H), or (P, H) without a gate; bias and activation in float32, times the score, straight to the
-          form that the down GEMM reads -> h (P, H); the down GEMM; its bias, times the score
+forward   gate and up in one GEMM, with their bias -> (P, 2H), or (P, H) without a gate; the activation in float32, times the score,
+          straight to the form that the down GEMM reads -> h (P, H); the down GEMM, with its bias, times the score
           An adapter's products, in high precision, are added to its weight's GEMM (`mxep.grouped_mm.products.rows_gemm`)
 backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
           The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
@@ -29,6 +29,7 @@ from mxep.grouped_mm.bias import bias_grad
 from mxep.grouped_mm.products import (
     Forms,
     GemmOptions,
+    GroupBias,
     Lora,
     SavedForm,
     Weights,
@@ -277,10 +278,19 @@ class GateUp(NamedTuple):
 
 
 def _gate_up_gemm(x: Tensor, weights: ExpertWeights, gemms: ExpertGemms, rows: ExpertRows, options: ExpertOptions) -> GateUp:
-    """Rows x (R, D) -> gate and up as they are."""
-    lora = weights.lora
+    """Rows x (R, D) -> gate and up as they are, with their bias."""
+    lora, bias = weights.lora, _gate_up_bias(weights)
     adapter = None if lora.a1 is None or lora.b1 is None else Lora(x, lora.a1, lora.b1, rows.token_map)
-    return GateUp(*rows_gemm(x, gemms[0], "forward", rows.offs, adapter, rows.token_map, options.padding_rows))
+    return GateUp(*rows_gemm(x, gemms[0], "forward", rows.offs, adapter, rows.token_map, options.padding_rows, bias))
+
+
+def _gate_up_bias(weights: ExpertWeights) -> GroupBias | None:
+    """The bias (L, 2H) of gate and up, in their layout."""
+    bias = weights.b1
+    if weights.w3 is not None and (bias is not None or weights.b3 is not None):
+        zeros = weights.w1.new_zeros(weights.w1.shape[:2])
+        bias = torch.cat((zeros if bias is None else bias, zeros if weights.b3 is None else weights.b3), 1)
+    return None if bias is None else GroupBias(bias)
 
 
 def gate_up_gemm(
@@ -305,20 +315,12 @@ def down_gemm(first: GateUp, weights: ExpertWeights, gemms: ExpertGemms, rows: E
     if weights.lora.a2 is not None and weights.lora.b2 is not None:
         assert h.hp is not None
         adapter = Lora(h.hp, weights.lora.a2, weights.lora.b2)
-    out, _ = rows_gemm(form, gemms[1], "forward", rows.offs, adapter, padding_rows=options.padding_rows)
-    if weights.b2 is not None:
-        out = direct.add_group_bias(out, weights.b2, rows.offs, rows.scores)
-    return out
+    bias = None if weights.b2 is None else GroupBias(weights.b2, rows.scores)
+    return rows_gemm(form, gemms[1], "forward", rows.offs, adapter, padding_rows=options.padding_rows, bias=bias)[0]
 
 
-def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions) -> dict[str, Any]:
-    bias = weights.b1
-    if weights.w3 is not None and (bias is not None or weights.b3 is not None):
-        zeros = weights.w1.new_zeros(weights.w1.shape[:2])
-        bias = torch.cat((zeros if bias is None else bias, zeros if weights.b3 is None else weights.b3), 1)
+def _activation_arguments(rows: ExpertRows, options: ExpertOptions) -> dict[str, Any]:
     return {
-        "bias": bias,  # (L, 2H) in the layout of gate and up
-        "offs": None if bias is None else rows.offs,
         "scores": rows.scores,
         "num_valid_rows": rows.offs[-1:] if options.padding_rows == "skip" else None,
         "activation": options.activation.name,
@@ -342,7 +344,7 @@ def _next_forms(made: Iterator[Tensor], names: str, options: ExpertOptions, dtyp
 def activate(gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions, keep_as: str) -> tuple[Forms, Tensor]:
     """h times its score (P, H), rounded once: MX with a scaling mode or rebased, else, and for an adapter, in high precision; and gate and
     up, as MX if asked for."""
-    activation, arguments, dtype = options.activation, _activation_arguments(weights, rows, options), gate_up.dtype
+    activation, arguments, dtype = options.activation, _activation_arguments(rows, options), gate_up.dtype
     if mode := options.mode:
         both, hp = mode == keep_as, weights.lora.a2 is not None  # from one read
         rebased = options.granularity is not None and not both
@@ -408,7 +410,7 @@ def activate_backward(
 
     A `gate_up` in MX is dequantised.
     """
-    activation, arguments = options.activation, _activation_arguments(weights, rows, options)
+    activation, arguments = options.activation, _activation_arguments(rows, options)
     data, scale = (gate_up.qdata, gate_up.scale) if isinstance(gate_up, MXTensor) else (gate_up, None)
     layout, mode = activation.layout, options.mode or "rceil"
     made = iter(_operators(gate_up, activation).activate_backward(dh, data, layout, mode, False, *forms, **arguments, x_scale=scale))
@@ -421,11 +423,11 @@ def down_bias_gradients(
 ) -> Tensor | None:
     """Adds b2's gradient to `grads`, from the output's gradient (R, D); returns the part of the scores' gradient (P,) that b2 makes."""
     assert weights.b2 is not None
-    grad = dequantize_data(values)
+    bias = weights.b2 if needs.scores else None
+    made = direct.group_bias_grads(dequantize_data(values), rows.offs, bias, rows.scores, rows.grad_map, needs.b2)
     if needs.b2:
-        _add(grads, "b2", bias_grad(grad, rows.offs, weights.b2.shape, weights.b2.dtype, rows.scores, rows.grad_map))
-    # The bias is weighted by the score too.
-    return direct.dot_group_bias(grad, weights.b2, rows.offs, rows.grad_map) if needs.scores else None
+        _add(grads, "b2", made[0].to(weights.b2.dtype))
+    return made[-1] if needs.scores else None  # the bias is weighted by the score too
 
 
 def weight_gradients(

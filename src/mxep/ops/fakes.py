@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mxep.ops.activation.functions import is_gated
 from mxep.ops.grouped_gemm.hopper.rebase_reference import empty_rebased
+from mxep.ops.grouped_gemm.reference import FUSED_RANK
 from mxep.ops.quantize.reference import empty_mx
 from mxep.shapes import record_bytes
 
@@ -63,9 +64,14 @@ def add_group_bias(call: Call) -> Tensor:
     return call.rows.new_empty(call.rows.shape)
 
 
-def dot_group_bias(call: Call) -> Tensor:
+def group_bias_grads(call: Call) -> list[Tensor]:
     count = (call.rows if call.row_map is None else call.row_map).shape[0]
-    return call.rows.new_empty(count, dtype=_FLOAT32)
+    sums = [call.rows.new_empty((call.offs.shape[0], call.rows.shape[1]), dtype=_FLOAT32)] if call.sums else []
+    return sums if call.bias is None else [*sums, call.rows.new_empty(count, dtype=_FLOAT32)]
+
+
+def group_bias_factors(call: Call) -> tuple[Tensor, ...]:
+    return tuple(call.bias.new_empty((*lead, FUSED_RANK), dtype=torch.bfloat16) for lead in ((call.num_rows,), call.bias.shape))
 
 
 def cross_entropy(call: Call) -> Tensor:

@@ -379,6 +379,25 @@ def copy_expert_grads(into: torch.Tensor, made: torch.Tensor, offs: torch.Tensor
 
 # ---------------------------------------------------------------- bias of each group
 
+_BIAS_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_bias_scores(where: str, scores: torch.Tensor | None, num_rows: int) -> None:
+    """Raise ValueError unless scores are (num_rows,) float32, contiguous, or None."""
+    if scores is not None and (scores.shape != (num_rows,) or scores.dtype != torch.float32 or not scores.is_contiguous()):
+        raise ValueError(f"{where}: scores are {tuple(scores.shape)} {scores.dtype}, want ({num_rows},) float32, contiguous")
+
+
+def check_add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, scores: torch.Tensor | None) -> None:
+    """Raise ValueError for what `add_group_bias` cannot take."""
+    fits = rows.dim() == 2 and offs.dim() == 1 and bias.shape == (offs.shape[0], rows.shape[1])
+    if not fits or rows.dtype not in _BIAS_DTYPES or bias.dtype not in _BIAS_DTYPES:
+        raise ValueError(
+            f"add_group_bias: rows {tuple(rows.shape)} {rows.dtype}, bias {tuple(bias.shape)} {bias.dtype}, offs {tuple(offs.shape)}, "
+            "want (M, N), (G, N), (G,), bfloat16 or float32"
+        )
+    check_bias_scores("add_group_bias", scores, rows.shape[0])
+
 
 def _of_rows(bias: torch.Tensor, offs: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(M, N) float32, each row's bias rounded to rows' dtype, and which rows are in a group (M, 1)."""
@@ -396,6 +415,7 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, s
     Returns:
         (M, N) of rows' dtype, contiguous; rows after the last group unchanged.
     """
+    check_add_group_bias(rows, bias, offs, scores)
     added, grouped = _of_rows(bias, offs, rows)
     added = added if scores is None else scores[:, None] * added
     return torch.where(grouped, (rows.float() + added).to(rows.dtype), rows).contiguous()
@@ -407,20 +427,93 @@ def check_row_map(where: str, row_map: torch.Tensor | None) -> None:
         raise ValueError(f"{where}: row_map is {tuple(row_map.shape)} {row_map.dtype}, want (M,) int32")
 
 
-def dot_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, row_map: torch.Tensor | None = None) -> torch.Tensor:
-    """Each row's product with its group's bias, which is rounded to rows' dtype first: the gradient of a score that is the bias's factor.
+def check_group_bias_grads(
+    rows: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None, scores: torch.Tensor | None, row_map: torch.Tensor | None
+) -> None:
+    """Raise ValueError for what `group_bias_grads` cannot take."""
+    check_row_map("group_bias_grads", row_map)
+    dtypes = {rows.dtype} if bias is None else {rows.dtype, bias.dtype}
+    shapes = rows.dim() == 2 and offs.dim() == 1 and (bias is None or bias.shape == (offs.shape[0], rows.shape[1]))
+    if not shapes or not dtypes <= set(_BIAS_DTYPES):
+        of_bias = "no bias" if bias is None else f"bias {tuple(bias.shape)} {bias.dtype}"
+        raise ValueError(
+            f"group_bias_grads: rows {tuple(rows.shape)} {rows.dtype}, {of_bias}, offs {tuple(offs.shape)}, want (M, N), (G, N), (G,), "
+            "bfloat16 or float32"
+        )
+    check_bias_scores("group_bias_grads", scores, rows.shape[0] if row_map is None else row_map.shape[0])
+
+
+def group_bias_grads(
+    rows: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    row_map: torch.Tensor | None = None,
+    sums: bool = True,
+) -> list[torch.Tensor]:
+    """Both gradients of `add_group_bias`: that of the bias, and that of the scores.
 
     Args:
-        rows, bias, offs: as in `add_group_bias`.
-        row_map: (M,) int32, the row that row m reads, -1 for one of zeros; None: row m reads row m.
+        rows: (M, N) bf16 or float32, the gradient of the result, any strides.
+        offs, scores: as in `add_group_bias`.  bias: the same, or None: no gradient of scores is wanted.
+        row_map: (M,) int32, the row of `rows` that is row m, -1 for one of zeros; None: row m.  sums: whether that of the bias is wanted.
 
     Returns:
-        (M,) float32, summed in any order; 0 after the last group.
+        sums (G, N) float32 of each group's rows, times their scores, in any order; with a bias then the product of each row with its bias,
+        which is rounded to rows' dtype first, (M,) float32, 0 after the last group.
+
+    Examples:
+        >>> rows, ends = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 2])
+        >>> sums, dots = group_bias_grads(rows, ends, torch.ones(2, 2), torch.tensor([1.0, 0.5]))
+        >>> sums.tolist(), dots.tolist()
+        ([[1.0, 2.0], [1.5, 2.0]], [3.0, 7.0])
     """
-    check_row_map("dot_group_bias", row_map)
+    check_group_bias_grads(rows, offs, bias, scores, row_map)
     rows = rows if row_map is None else gather_rows(rows, row_map)
-    factors, grouped = _of_rows(bias, offs, rows)
-    return torch.where(grouped, rows.float() * factors, 0.0).sum(1)
+    results = []
+    if sums:
+        weighted = rows.float() if scores is None else scores[:, None] * rows.float()
+        ends = offs.clamp(max=len(rows)).tolist()
+        results.append(torch.stack([weighted[start:end].sum(0) for start, end in zip([0, *ends], ends, strict=False)]))
+    if bias is not None:
+        factors, grouped = _of_rows(bias, offs, rows)
+        results.append(torch.where(grouped, rows.float() * factors, 0.0).sum(1))
+    return results
+
+
+_SCORE_TERMS = 3  # numbers of bf16, 8 bits each, that add up to a float32
+
+
+def check_group_bias_factors(bias: torch.Tensor, scores: torch.Tensor | None, num_rows: int) -> None:
+    """Raise ValueError for what `group_bias_factors` cannot take."""
+    if bias.dim() != 2 or bias.dtype not in _BIAS_DTYPES:
+        raise ValueError(f"group_bias_factors: bias is {tuple(bias.shape)} {bias.dtype}, want (G, N) bfloat16 or float32")
+    check_bias_scores("group_bias_factors", scores, num_rows)
+
+
+def group_bias_factors(bias: torch.Tensor, scores: torch.Tensor | None, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A bias of groups, times scores, as the adapter that a GEMM adds to its sums: see `check_lora`.
+
+    Args:
+        bias: (G, N) bf16 or float32.  scores: (num_rows,) float32, contiguous, or None for ones.
+
+    Returns:
+        inner (num_rows, 16) and lora_b (G, N, 16), both bf16: the score as the sum of three numbers, and the bias, rounded, three times.
+
+    Examples:
+        >>> inner, lora_b = group_bias_factors(torch.tensor([[3.0]]), torch.tensor([1.001]), 1)
+        >>> round((inner.float() @ lora_b[0].float().T).item(), 4)
+        3.003
+    """
+    check_group_bias_factors(bias, scores, num_rows)
+    inner = torch.zeros((num_rows, FUSED_RANK), dtype=torch.bfloat16, device=bias.device)
+    rest = torch.ones(num_rows, device=bias.device) if scores is None else scores
+    for column in range(_SCORE_TERMS):
+        inner[:, column] = rest.bfloat16()
+        rest = rest - inner[:, column].float()
+    lora_b = torch.zeros((*bias.shape, FUSED_RANK), dtype=torch.bfloat16, device=bias.device)
+    lora_b[..., :_SCORE_TERMS] = bias.bfloat16()[..., None]
+    return inner, lora_b
 
 
 # ---------------------------------------------------------------- products of rebased operands

@@ -139,7 +139,6 @@ QUANTIZE_ROWS_MIN_BLOCKS, QUANTIZE_ROWS_WIDEST = 5, 32 * 1024
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
-DOT = RowTile(elements=2048, columns=512, warps=4)  # of rows and their group's bias; not tuned on a GPU
 SUM_BACKWARD = RowTile(elements=1024, columns=1024, warps=4)  # of slots; 92 to 95%, as above
 CHUNK_SUM, CHUNK_SUM_PROGRAMS = (
     RowTile(elements=1024, columns=2048, warps=4),
@@ -179,7 +178,11 @@ LORA = {
     "bf16": GemmTile(rows=64, columns=64, depth=64, warps=4, stages=3),
     "float32": GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2),
 }
-NARROW_COLUMNS = 16  # the most that these tiles of a wgrad take: a bias's gradient, of rows that are read once
+# Gradients of a group's bias: a program's rows and columns at a time, and all of its columns where it has not whole rows; sums of such
+# rows that are added at a time; rows of an adapter's factors.  Not tuned on a GPU.
+BIAS_GRADS, BIAS_GRADS_SPAN = GemmTile(rows=64, columns=128, depth=0, warps=4, stages=0), 512
+BIAS_PARTS, BIAS_FACTOR_ROWS = GemmTile(rows=16, columns=128, depth=0, warps=4, stages=0), 256
+NARROW_COLUMNS = 16  # the most that these tiles of a wgrad take: a factor of an adapter, of rows that are read once
 WGRAD_NARROW = {
     "bf16": GemmTile(rows=64, columns=16, depth=128, warps=8, stages=4),
     "float32": GemmTile(rows=64, columns=16, depth=64, warps=4, stages=4),
