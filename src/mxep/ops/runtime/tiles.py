@@ -179,8 +179,8 @@ LORA = {
     "float32": GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2),
 }
 # Gradients of a group's bias: a program's rows and columns at a time, and all of its columns where it has not whole rows; sums of such
-# rows that are added at a time; rows of an adapter's factors.  Not tuned on a GPU.
-BIAS_GRADS, BIAS_GRADS_SPAN = GemmTile(rows=64, columns=128, depth=0, warps=4, stages=0), 512
+# rows that are added at a time; rows of an adapter's factors.
+BIAS_GRADS, BIAS_GRADS_SPAN = GemmTile(rows=128, columns=64, depth=0, warps=4, stages=0), 512
 BIAS_PARTS, BIAS_FACTOR_ROWS = GemmTile(rows=16, columns=128, depth=0, warps=4, stages=0), 256
 NARROW_COLUMNS = 16  # the most that these tiles of a wgrad take: a factor of an adapter, of rows that are read once
 WGRAD_NARROW = {
