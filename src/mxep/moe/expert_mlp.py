@@ -312,13 +312,7 @@ def down_gemm(first: GateUp, weights: ExpertWeights, gemms: ExpertGemms, rows: E
 
 
 def _activation_arguments(weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions) -> dict[str, Any]:
-    bias = weights.b1
-    if weights.w3 is not None and (bias is not None or weights.b3 is not None):
-        zeros = weights.w1.new_zeros(weights.w1.shape[:2])
-        bias = torch.cat((zeros if bias is None else bias, zeros if weights.b3 is None else weights.b3), 1)
     return {
-        "bias": bias,  # (L, 2H) in the layout of gate and up
-        "offs": None if bias is None else rows.offs,
         "scores": rows.scores,
         "num_valid_rows": rows.offs[-1:] if options.padding_rows == "skip" else None,
         "activation": options.activation.name,
