@@ -41,20 +41,19 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "dequantize(Tensor qdata, Tensor scale, ScalarType dtype, Tensor? row_map=None, Tensor? num_valid_rows=None) -> Tensor",
     ),
     ("activation.reference", "activation.forward"): (
-        # an activation of x, gate and up (T, 2H) "concatenated" or "interleaved", or (T, H) where it has no gate; bias (G, 2H) for the rows
-        # that end at offs, h times scores (T,): h (T, H) in the forms "none", "mx", "hp", "mx+hp", "rebased" or "rebased+hp"
-        # (data, scale, block_scale of RebasedRows with scales of that granularity), then x itself in MX; form: SwiGLU's limit, alpha,
-        # offset.  num_valid_rows (1,): only so many rows are computed, here and wherever an operator takes it
-        "activate(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, "
-        "Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[], str h='mx', bool quantize_x=False, "
-        "str granularity='auto') -> Tensor[]",
+        # an activation of x, gate and up (T, 2H) "concatenated" or "interleaved", or (T, H) where it has no gate; h times scores (T,): h
+        # (T, H) in the forms "none", "mx", "hp", "mx+hp", "rebased" or "rebased+hp" (data, scale, block_scale of RebasedRows with scales of
+        # that granularity), then x itself in MX; form: SwiGLU's limit, alpha, offset.  num_valid_rows (1,): only so many rows are
+        # computed, here and wherever an operator takes it
+        "activate(Tensor x, str layout, str scaling_mode, bool exact=False, Tensor? scores=None, Tensor? num_valid_rows=None, "
+        "str activation='swiglu', float[] form=[], str h='mx', bool quantize_x=False, str granularity='auto') -> Tensor[]",
     ),
     ("activation.reference", "activation.backward"): (
         # from dh (T, H): dx of x's width and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp", dx also with "rebased" in between;
         # with scores their gradient (T,) too; with x_scale, x is the qdata of MX rows and hp is dh's dtype
         "activate_backward(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
-        "Tensor? bias=None, Tensor? offs=None, Tensor? scores=None, Tensor? x_scale=None, Tensor? num_valid_rows=None, "
-        "str activation='swiglu', float[] form=[], str granularity='auto') -> Tensor[]",
+        "Tensor? scores=None, Tensor? x_scale=None, Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[], "
+        "str granularity='auto') -> Tensor[]",
     ),
     ("grouped_gemm.reference", "grouped_gemm.bias"): (
         # rows (M, N) plus bias (G, N) of the group that ends at offs (G,), times the row's score (M,) if given

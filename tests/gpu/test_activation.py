@@ -120,23 +120,20 @@ def test_fast_form_is_one_step_away_at_most(function: str, layout: str, mode: st
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_forms_and_bias_have_the_references_bytes(dtype: torch.dtype, layout: str):
-    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)  # an empty group, one row of no group
-    bias = torch.randn(6, 832, device="cuda", dtype=BF16)
+def test_forms_have_the_references_bytes(dtype: torch.dtype, layout: str):
     for name, (dh, x) in gate_up(dtype, 257, 416).items():
         dh, x = dh.cuda(), x.cuda()
-        for given in ((None, None), (bias, ends), (bias.float(), ends.long())):
-            for impl in (kernels.activate, torch.ops.mxep.activate):
-                for a, b in zip(impl(x, layout, "rceil", True, *given), reference.activate(x, layout, "rceil", True, *given), strict=True):
-                    assert_same_bytes(a, b.cpu(), name)
-            for forms in (("mx+hp", "hp"), ("hp", "mx"), ("none", "mx+hp"), ("mx", "none"), ("mx+hp", "mx+hp")):
-                got, want = (impl.activate_backward(dh, x, layout, "rceil", True, *forms, *given) for impl in (kernels, reference))
-                for a, b in zip(got, want, strict=True):
-                    if a.element_size() == 1:
-                        assert_same_bytes(a, b.cpu(), f"{name} {forms}")
-                    else:  # NaN of any sign
-                        assert torch.equal(a.isnan(), b.isnan()), name
-                        assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} {forms}"
+        for impl in (kernels.activate, torch.ops.mxep.activate):
+            for a, b in zip(impl(x, layout, "rceil", True), reference.activate(x, layout, "rceil", True), strict=True):
+                assert_same_bytes(a, b.cpu(), name)
+        for forms in (("mx+hp", "hp"), ("hp", "mx"), ("none", "mx+hp"), ("mx", "none"), ("mx+hp", "mx+hp")):
+            got, want = (impl.activate_backward(dh, x, layout, "rceil", True, *forms) for impl in (kernels, reference))
+            for a, b in zip(got, want, strict=True):
+                if a.element_size() == 1:
+                    assert_same_bytes(a, b.cpu(), f"{name} {forms}")
+                else:  # NaN of any sign
+                    assert torch.equal(a.isnan(), b.isnan()), name
+                    assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} {forms}"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
@@ -193,8 +190,8 @@ def test_scores_have_the_references_numbers(width: int, layout: str):
     dh, x = (part.cuda() for part in gate_up(torch.bfloat16, 513, width)["normal"])
     scores = torch.rand(513, device="cuda")
     for impl in (kernels, reference):
-        h = impl.activate(x, layout, "rceil", True, None, None, scores)
-        parts = impl.activate_backward(dh, x, layout, "rceil", True, "mx+hp", "mx+hp", None, None, scores)
+        h = impl.activate(x, layout, "rceil", True, scores)
+        parts = impl.activate_backward(dh, x, layout, "rceil", True, "mx+hp", "mx+hp", scores)
         if impl is kernels:
             ours = (*h, *parts)
     for got, want in zip(ours[:-1], (*h, *parts)[:-1], strict=True):
@@ -205,13 +202,12 @@ def test_scores_have_the_references_numbers(width: int, layout: str):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_high_precision_has_the_references_numbers(dtype: torch.dtype, layout: str):
-    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
     for width in (32, 416, 1536):
         for name, (_, x) in gate_up(dtype, 257, width).items():
-            x, scores = x.cuda(), torch.rand(257, device="cuda")
-            for given in ((None, None, None), (torch.randn(6, 2 * width, device="cuda", dtype=BF16), ends, scores)):
-                want = reference.activate(x, layout, "rceil", True, *given, h="hp")[0]
-                exact, fast = (kernels.activate(x, layout, "rceil", exact, *given, h="hp")[0] for exact in (True, False))
+            x = x.cuda()
+            for scores in (None, torch.rand(257, device="cuda")):
+                want = reference.activate(x, layout, "rceil", True, scores, h="hp")[0]
+                exact, fast = (kernels.activate(x, layout, "rceil", exact, scores, h="hp")[0] for exact in (True, False))
                 assert_same_bytes(exact.nan_to_num(nan=7.0).view(torch.uint8), want.nan_to_num(nan=7.0).view(torch.uint8).cpu(), name)
                 step = 2**-7 if dtype == BF16 else 1e-4
                 torch.testing.assert_close(fast, want, rtol=step, atol=2.0**-90, equal_nan=True)
@@ -222,14 +218,13 @@ def test_high_precision_has_the_references_numbers(dtype: torch.dtype, layout: s
 @pytest.mark.parametrize("function", OTHERS)
 def test_x_in_mx_has_the_references_bytes(function: str, dtype: torch.dtype, layout: str):
     """x is quantised in the kernel that makes h, and read by backward: every scale byte, also that of NaN."""
-    ends = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32)
     how = FUNCTIONS[function]
     for width in (32, 416, 1536):
         for name, case in gate_up(dtype, 257, width).items():
-            (dh, x), scores = (part.cuda() for part in cut(*case, how)), torch.rand(257, device="cuda")
-            for given in ((None, None, None), (torch.randn(6, x.shape[1], device="cuda", dtype=BF16), ends, scores)):
-                parts = kernels.activate(x, layout, "rceil", True, *given, **how, quantize_x=True)
-                references = reference.activate(x, layout, "rceil", True, *given, **how, quantize_x=True)
+            dh, x = (part.cuda() for part in cut(*case, how))
+            for scores in (None, torch.rand(257, device="cuda")):
+                parts = kernels.activate(x, layout, "rceil", True, scores, **how, quantize_x=True)
+                references = reference.activate(x, layout, "rceil", True, scores, **how, quantize_x=True)
                 for part, (a, b) in enumerate(zip(parts, references, strict=True)):
                     assert_reference_codes(a, b, function if part < 2 else "", name)
                 x_data, x_scale = parts[2:]
@@ -237,16 +232,15 @@ def test_x_in_mx_has_the_references_bytes(function: str, dtype: torch.dtype, lay
                 x_scale.view(torch.uint8).view(-1)[:257] = torch.arange(257, device="cuda").clamp(max=255).to(torch.uint8)
                 for forms in (("mx+hp", "mx+hp"), ("mx", "mx"), ("hp", "none")):
                     got, want = (
-                        impl.activate_backward(dh, x_data, layout, "rceil", True, *forms, *given, x_scale, **how)
+                        impl.activate_backward(dh, x_data, layout, "rceil", True, *forms, scores, x_scale, **how)
                         for impl in (kernels, reference)
                     )
                     for at, (a, b) in enumerate(zip(got, want, strict=True)):
                         if a.element_size() == 1:
                             assert_same_bytes(a, b.cpu(), f"{name} {forms}")
-                        elif given[2] is not None and at == len(got) - 1:
-                            h = reference.activate(
-                                reference.dequantize(x_data, x_scale, FLOAT32), layout, "rceil", True, *given[:2], **how, h="hp"
-                            )[0]
+                        elif scores is not None and at == len(got) - 1:
+                            values = reference.dequantize(x_data, x_scale, FLOAT32)
+                            h = reference.activate(values, layout, "rceil", True, **how, h="hp")[0]
                             bound = 2e-6 * (dh.float() * h).abs().sum(1)  # of float32 sums of H terms in two orders
                             assert torch.equal(a.isnan(), b.isnan()), name
                             apart = torch.where(a == b, 0, (a - b).abs())  # equal infinities among them
@@ -261,16 +255,16 @@ def test_x_in_mx_has_the_references_bytes(function: str, dtype: torch.dtype, lay
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions_have_the_references_bytes(function: str, dtype: torch.dtype, layout: str):
     """The exact form does; the fast form is close to it, and clamped values have no gradient in either."""
-    ends, how = torch.tensor([30, 30, 31, 64, 250, 256], device="cuda", dtype=torch.int32), FUNCTIONS[function]
+    how = FUNCTIONS[function]
     for name, case in gate_up(dtype, 257, 416).items():
-        (dh, x), scores = (part.cuda() for part in cut(*case, how)), torch.rand(257, device="cuda")
-        for given in ((None, None, None), (torch.randn(6, x.shape[1], device="cuda", dtype=BF16), ends, scores)):
+        dh, x = (part.cuda() for part in cut(*case, how))
+        for scores in (None, torch.rand(257, device="cuda")):
             for quantize_x in (False, True):
-                got, want = (impl.activate(x, layout, "rceil", True, *given, **how, quantize_x=quantize_x) for impl in (kernels, reference))
+                got, want = (impl.activate(x, layout, "rceil", True, scores, **how, quantize_x=quantize_x) for impl in (kernels, reference))
                 for part, (a, b) in enumerate(zip(got, want, strict=True)):
                     assert_reference_codes(a, b, function if part < 2 else "", name)
             exact, fast, want = (
-                impl.activate_backward(dh, x, layout, "rceil", exactly, "mx+hp", "mx+hp", *given, **how)
+                impl.activate_backward(dh, x, layout, "rceil", exactly, "mx+hp", "mx+hp", scores, **how)
                 for impl, exactly in ((kernels, True), (kernels, False), (reference, True))
             )
             compared = 6  # all but the gradient of the scores, which is summed in another order
@@ -280,7 +274,7 @@ def test_functions_have_the_references_bytes(function: str, dtype: torch.dtype, 
                 else:
                     assert torch.equal(a.isnan(), b.isnan()), name
                     assert torch.equal(a.nan_to_num(), b.nan_to_num()), name
-            if given[2] is not None and name != "wild":
+            if scores is not None and name != "wild":
                 torch.testing.assert_close(exact[-1], want[-1], rtol=1e-4, atol=1e-4 * float(want[-1].abs().max()))
             made, reached = fast[2].float(), want[2].float()
             size = reached.abs().nan_to_num().amax()
@@ -290,8 +284,8 @@ def test_functions_have_the_references_bytes(function: str, dtype: torch.dtype, 
             if name == "wild" and function == "geglu":  # as in the test of the fast form
                 continue
             h, want_h = (
-                kernels.activate(x, layout, "rceil", False, *given, **how, h="hp")[0],
-                reference.activate(x, layout, "rceil", True, *given, **how, h="hp")[0],
+                kernels.activate(x, layout, "rceil", False, scores, **how, h="hp")[0],
+                reference.activate(x, layout, "rceil", True, scores, **how, h="hp")[0],
             )
             least = 1e-5 + 1e-7 * float(x.float().nan_to_num(0, 0, 0).abs().max()) ** 2  # GELU's factor is within 1e-7
             finite = want_h.isfinite()

@@ -40,45 +40,31 @@ def assert_off_by_one_at_most(ours: Sequence[torch.Tensor], expected: Sequence[t
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
-def test_bias(dtype: torch.dtype, layout: str):
-    ends = torch.tensor([3, 3, 17, 24, 29])  # an empty group, and rows of no group
-    bias = torch.randn(5, 192).to(BF16)
-    for name, (_, x) in gate_up(dtype, 33, 96).items():
-        for options in ((None, None), (bias, ends)):
-            ours, expected = (impl.activate(x, layout, "rceil", False, *options) for impl in (kernels, reference))
-            assert_off_by_one_at_most(ours, expected, name)
-
-
-@pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_scores(layout: str):
-    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
-    _, x = gate_up(BF16, 33, 416)["normal"]
+def test_scores(dtype: torch.dtype, layout: str):
     scores = torch.rand(33)
     scores[5] = 0
-    for options in ((None, None, scores), (bias, ends, scores)):
-        ours, expected = (impl.activate(x, layout, "rceil", False, *options) for impl in (kernels, reference))
-        assert_off_by_one_at_most(ours, expected, layout)
+    for name, (_, x) in gate_up(dtype, 33, 416).items():
+        for given in (None, scores):
+            ours, expected = (impl.activate(x, layout, "rceil", False, given) for impl in (kernels, reference))
+            assert_off_by_one_at_most(ours, expected, name)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_quantised_x(dtype: torch.dtype, layout: str):
-    """x in MX has the quantiser's bytes, without the bias that h has."""
-    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
+    """x in MX has the quantiser's bytes."""
     for name, (_, x) in gate_up(dtype, 33, 416).items():
-        for options in ((None, None), (bias, ends)):
-            given = x, layout, "rceil", False, *options, torch.rand(33)
-            ours, expected = (impl.activate(*given, quantize_x=True) for impl in (kernels, reference))
-            for got, want in zip(ours[2:], expected[2:], strict=True):
-                assert_same_bytes(got, want, name)
-            for got, want in zip(ours[:2], expected[:2], strict=True):
-                assert got.shape == want.shape
+        given = x, layout, "rceil", False, torch.rand(33)
+        ours, expected = (impl.activate(*given, quantize_x=True) for impl in (kernels, reference))
+        for got, want in zip(ours[2:], expected[2:], strict=True):
+            assert_same_bytes(got, want, name)
+        for got, want in zip(ours[:2], expected[:2], strict=True):
+            assert got.shape == want.shape
     for rows in (0, 32):
         num_valid_rows = torch.tensor([rows], dtype=torch.int32)
-        some = kernels.activate(x, layout, "rceil", False, bias, ends, num_valid_rows=num_valid_rows, quantize_x=True)
-        for got, want in zip(some, kernels.activate(x, layout, "rceil", False, bias, ends, quantize_x=True), strict=True):
+        some = kernels.activate(x, layout, "rceil", num_valid_rows=num_valid_rows, quantize_x=True)
+        for got, want in zip(some, kernels.activate(x, layout, "rceil", quantize_x=True), strict=True):
             assert_same_bytes(got[:rows], want[:rows])
             assert (got[rows:].view(torch.uint8) == 0xFF).all(), "rows past num_valid_rows are not written"
     assert [tuple(part.shape) for part in kernels.activate(x[:0], layout, "rceil", quantize_x=True)] == [
@@ -94,10 +80,9 @@ def test_quantised_x(dtype: torch.dtype, layout: str):
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32])
 def test_high_precision(dtype: torch.dtype, layout: str):
     """The interpreter's exp differs from torch's by a rounding step of float32, before h is rounded to x's dtype."""
-    ends, bias = torch.tensor([3, 3, 17, 24, 29]), torch.randn(5, 832).to(BF16)
     for name, (_, x) in gate_up(dtype, 33, 416).items():
-        for options in ((None, None), (bias, ends), (bias, ends, torch.rand(33))):
-            got, want = (impl.activate(x, layout, "rceil", False, *options, h="hp")[0] for impl in (kernels, reference))
+        for scores in (None, torch.rand(33)):
+            got, want = (impl.activate(x, layout, "rceil", False, scores, h="hp")[0] for impl in (kernels, reference))
             assert (got.shape, got.dtype) == ((33, 416), dtype)
             torch.testing.assert_close(got, want, rtol=2**-7 if dtype == BF16 else 1e-6, atol=1e-30, equal_nan=True, msg=name)
     assert kernels.activate(x[:0], layout, "rceil", h="hp")[0].shape == (0, 416)
@@ -108,19 +93,17 @@ def test_high_precision(dtype: torch.dtype, layout: str):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_function(function: str, layout: str):
     """The interpreter's erf differs, too: where 1 + erf cancels, one of the two may have a factor of 1e-7 and the other 0."""
-    ends, scores, how = torch.tensor([3, 3, 17, 24, 29]), torch.rand(33), FUNCTIONS[function]
+    how = FUNCTIONS[function]
     for name, case in gate_up(BF16, 33, 96).items():
         if name == "wild" and function == "geglu":  # there it is times an infinite up
             continue
         _, x = cut(*case, how)
         least = 1e-7 * float(x.float().nan_to_num(0, 0, 0).abs().max()) ** 2 if function == "geglu" else 1e-30
-        for options in ((None, None, None), (torch.randn(5, x.shape[1]).to(BF16), ends, scores)):
-            ours, expected = (impl.activate(x, layout, "rceil", False, *options, **how) for impl in (kernels, reference))
+        for scores in (None, torch.rand(33)):
+            ours, expected = (impl.activate(x, layout, "rceil", False, scores, **how) for impl in (kernels, reference))
             assert_off_by_one_at_most(ours, expected, name)
-            ours, expected = (impl.activate(x, layout, "rceil", False, *options, **how, h="hp")[0] for impl in (kernels, reference))
+            ours, expected = (impl.activate(x, layout, "rceil", False, scores, **how, h="hp")[0] for impl in (kernels, reference))
             torch.testing.assert_close(ours, expected, rtol=2**-7, atol=least, equal_nan=True, msg=name)
-            ours, expected = (
-                impl.activate(x, layout, "rceil", False, *options, **how, quantize_x=True)[2:] for impl in (kernels, reference)
-            )
+            ours, expected = (impl.activate(x, layout, "rceil", False, scores, **how, quantize_x=True)[2:] for impl in (kernels, reference))
             for got, want in zip(ours, expected, strict=True):
                 assert_same_bytes(got, want, name)

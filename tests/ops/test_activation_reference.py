@@ -73,17 +73,15 @@ def test_every_finite_gate_and_up_has_its_gradient(function: str) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_high_precision_values_are_those_that_are_quantised(function: str, layout: str) -> None:
     how = FUNCTIONS[function]
-    scores, ends = torch.rand(33), torch.tensor([10, 20])
     for name, case in gate_up(FLOAT32, 33, 96).items():
         dh, x = cut(*case, how)
-        for options in ((None, None, None), (torch.randn(2, x.shape[1]), ends, scores)):
-            h = activate(x, layout, "rceil", False, *options, **how, h="hp")[0]
-            named = dict(zip(("bias", "offs", "scores"), options, strict=True))
-            d_x, again = activate_backward(dh, x, layout, "rceil", False, "hp", "hp", **named, **how)[:2]
+        for scores in (None, torch.rand(33)):
+            h = activate(x, layout, "rceil", False, scores, **how, h="hp")[0]
+            d_x, again = activate_backward(dh, x, layout, "rceil", False, "hp", "hp", scores, **how)[:2]
             torch.testing.assert_close(again, h, rtol=0, atol=0, equal_nan=True, msg=name)
-            d_x_mx = activate_backward(dh, x, layout, "rceil", False, "mx", "none", **named, **how)[:2]
+            d_x_mx = activate_backward(dh, x, layout, "rceil", False, "mx", "none", scores, **how)[:2]
             quantised = (*quantize(h, "rceil"), *quantize(d_x, "rceil"))
-            for got, want in zip((*activate(x, layout, "rceil", False, *options, **how), *d_x_mx), quantised, strict=True):
+            for got, want in zip((*activate(x, layout, "rceil", False, scores, **how), *d_x_mx), quantised, strict=True):
                 assert_same_bytes(got, want, name)
             assert activate(x.bfloat16(), layout, "rceil", **how, h="hp")[0].dtype == torch.bfloat16
 
@@ -242,21 +240,6 @@ def test_rebased_forms_that_do_not_exist() -> None:
         activate(x, "concatenated", "rceil", h="mx+rebased")
     with raises_naming("activate_backward: h='rebased'", "want one of none, mx, hp, mx+hp"):
         activate_backward(x[:, :64], x, "concatenated", "rceil", False, "rebased", "rebased")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bias_is_added_to_the_rows_of_its_group(layout: str) -> None:
-    dh, x = gate_up(torch.bfloat16, 33, 96)["normal"]
-    ends, bias = torch.tensor([3, 3, 17, 29], dtype=torch.int32), torch.randn(4, 192)
-    added = x.float()
-    for group, (start, end) in enumerate(((0, 3), (3, 3), (3, 17), (17, 29))):
-        added[start:end] += bias[group]
-    for got, want in zip(
-        (*activate(x, layout, "rceil", False, bias, ends), *activate_backward(dh, x, layout, "rceil", bias=bias, offs=ends)),
-        (*activate(added, layout, "rceil"), *activate_backward(dh, added, layout, "rceil")),
-        strict=True,
-    ):
-        assert_same_bytes(got, want)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -156,39 +156,35 @@ VARIANTS = {
     "swiglu_backward_interleaved": swiglu(1408, "interleaved"),
     "swiglu_backward_exact": swiglu(96, "interleaved", scaling_mode="floor", exact=True),
     "swiglu_backward_hp": swiglu(2048, "concatenated", forms=("mx+hp", "hp")),
-    "swiglu_backward_every_form": swiglu(1056, "interleaved", forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
-    "swiglu_backward_single_row": swiglu(
-        1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, single_row=True
-    ),
-    "swiglu_backward_float32": swiglu(4096, "interleaved", x=FLOAT32, dh=FLOAT32, forms=("mx+hp", "mx+hp"), bias=FLOAT32, scores=True),
+    "swiglu_backward_every_form": swiglu(1056, "interleaved", forms=("mx+hp", "mx+hp"), scores=True),
+    "swiglu_backward_single_row": swiglu(1376, "concatenated", exact=True, forms=("mx+hp", "mx+hp"), wide=False, single_row=True),
+    "swiglu_backward_float32": swiglu(4096, "interleaved", x=FLOAT32, dh=FLOAT32, forms=("mx+hp", "mx+hp"), scores=True),
     "swiglu_backward_of_mx": swiglu(1536, "concatenated", x_mx=True, scores=True),
     "swiglu_backward_live": swiglu(1536, "concatenated", scores=True, num_valid_rows=True),
-    "swiglu_backward_live_of_mx": swiglu(
-        1408, "interleaved", x_mx=True, scores=True, forms=("mx+hp", "hp"), bias=BF16, num_valid_rows=True
-    ),
+    "swiglu_backward_live_of_mx": swiglu(1408, "interleaved", x_mx=True, scores=True, forms=("mx+hp", "hp"), num_valid_rows=True),
     "swiglu_backward_of_mx_every_form": swiglu(
-        1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, single_row=True
+        1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), scores=True, single_row=True
     ),
     "swiglu_backward_limit": swiglu(7168, "concatenated", scores=True, how=SwiGLU(10.0)),
-    "swiglu_backward_gpt_oss": swiglu(2880, "interleaved", forms=("mx+hp", "hp"), bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
+    "swiglu_backward_gpt_oss": swiglu(2880, "interleaved", forms=("mx+hp", "hp"), scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
     "swiglu_backward_mixed": swiglu(8192, "concatenated", exact=True, x=FLOAT32, forms=("hp", "mx"), scores=True),
     "geglu_backward": activated("geglu", 7168),
-    "geglu_backward_exact": activated("geglu", 1056, layout="interleaved", exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True),
+    "geglu_backward_exact": activated("geglu", 1056, layout="interleaved", exact=True, forms=("mx+hp", "mx+hp"), scores=True),
     "geglu_backward_tanh": activated("geglu_tanh", 2816, layout="interleaved", forms=("mx+hp", "hp"), scores=True, num_valid_rows=True),
     "geglu_backward_tanh_exact": activated("geglu_tanh", 1408, exact=True, x_mx=True, x=FLOAT32, dh=FLOAT32, scores=True),
     "reglu_backward": activated("reglu", 1408, layout="interleaved", scores=True),
-    "reglu_backward_exact": activated("reglu", 1056, exact=True, forms=("mx+hp", "mx+hp"), bias=BF16, x_mx=True),
+    "reglu_backward_exact": activated("reglu", 1056, exact=True, forms=("mx+hp", "mx+hp"), x_mx=True),
     "relu2_backward": activated("relu2", 2048),
-    "relu2_backward_every_form": activated("relu2", 1056, forms=("mx+hp", "mx+hp"), bias=BF16, scores=True, num_valid_rows=True),
-    "relu2_backward_single_row": activated("relu2", 1376, exact=True, forms=("mx+hp", "mx+hp"), bias=FLOAT32, wide=False, single_row=True),
+    "relu2_backward_every_form": activated("relu2", 1056, forms=("mx+hp", "mx+hp"), scores=True, num_valid_rows=True),
+    "relu2_backward_single_row": activated("relu2", 1376, exact=True, forms=("mx+hp", "mx+hp"), wide=False, single_row=True),
     "relu2_backward_of_mx": activated("relu2", 1856, x_mx=True, scores=True, forms=("mx+hp", "hp")),
     "swiglu_rebased": rebasing("swiglu", 768, scores=True, num_valid_rows=True),
     "swiglu_rebased_hp": rebasing("swiglu", 768, h="rebased+hp", scores=True, num_valid_rows=True),
     "swiglu_rebased_row": rebasing("swiglu", 1408, block_scales=False),
     "swiglu_rebased_interleaved": rebasing("swiglu", 2048, layout="interleaved", scores=True),
-    "swiglu_rebased_gpt_oss": rebasing("swiglu", 2880, layout="interleaved", bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
+    "swiglu_rebased_gpt_oss": rebasing("swiglu", 2880, layout="interleaved", scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
     "swiglu_rebased_far": rebasing("swiglu", 14336, scores=True),
-    "swiglu_rebased_exact": rebasing("swiglu", 96, scaling_mode="floor", exact=True, wide=False, bias=FLOAT32),
+    "swiglu_rebased_exact": rebasing("swiglu", 96, scaling_mode="floor", exact=True, wide=False),
     "swiglu_rebased_float32": rebasing("swiglu", 32, x=FLOAT32, layout="interleaved", num_valid_rows=True),
     "geglu_rebased": rebasing("geglu", 1536, scores=True),
     "relu2_rebased": rebasing("relu2", 1856, scores=True, num_valid_rows=True),
@@ -197,18 +193,14 @@ VARIANTS = {
     "swiglu_rebased_gradient_row": rebasing("swiglu", 1408, "rebased", block_scales=False),
     "swiglu_rebased_gradient_interleaved": rebasing("swiglu", 1408, "mx+rebased", "mx", layout="interleaved", scores=True),
     "swiglu_rebased_gradient_gpt_oss": rebasing(
-        "swiglu", 2880, "rebased+hp", "hp", layout="interleaved", bias=BF16, scores=True, how=SwiGLU(7.0, 1.702, 1.0)
+        "swiglu", 2880, "rebased+hp", "hp", layout="interleaved", scores=True, how=SwiGLU(7.0, 1.702, 1.0)
     ),
     "swiglu_rebased_gradient_far": rebasing("swiglu", 14336, "mx+rebased", "mx", scores=True),
-    "swiglu_rebased_gradient_every_form": rebasing(
-        "swiglu", 1056, "mx+rebased+hp", "mx+hp", layout="interleaved", bias=BF16, scores=True, exact=True
-    ),
+    "swiglu_rebased_gradient_every_form": rebasing("swiglu", 1056, "mx+rebased+hp", "mx+hp", layout="interleaved", scores=True, exact=True),
     "swiglu_rebased_gradient_of_mx": rebasing("swiglu", 1536, "mx+rebased", "mx", scores=True, x_mx=True, num_valid_rows=True),
-    "swiglu_rebased_gradient_float32": rebasing(
-        "swiglu", 96, "mx+rebased+hp", "mx+hp", x=FLOAT32, dh=FLOAT32, bias=FLOAT32, scores=True, wide=False
-    ),
+    "swiglu_rebased_gradient_float32": rebasing("swiglu", 96, "mx+rebased+hp", "mx+hp", x=FLOAT32, dh=FLOAT32, scores=True, wide=False),
     "geglu_rebased_gradient": rebasing("geglu", 7168, "mx+rebased", "mx", scores=True),
-    "relu2_rebased_gradient": rebasing("relu2", 1856, "mx+rebased+hp", "mx+hp", bias=BF16, scores=True, num_valid_rows=True),
+    "relu2_rebased_gradient": rebasing("relu2", 1856, "mx+rebased+hp", "mx+hp", scores=True, num_valid_rows=True),
     "relu2_backward_float32": activated("relu2", 4096, x=FLOAT32, dh=FLOAT32, forms=("hp", "mx"), scores=True),
     "adamw_step_8bit": adamw(8, BF16),
     "adamw_step_8bit_cut": adamw(8, BF16, runs=adamw_step.WHOLE_LANES),

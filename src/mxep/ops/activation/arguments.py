@@ -29,14 +29,12 @@ def check_activation(
     x: torch.Tensor,
     layout: str,
     scaling_mode: str,
-    bias: torch.Tensor | None,
-    offs: torch.Tensor | None,
     scores: torch.Tensor | None,
     activation: str,
     form: Sequence[float],
     x_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Bias and ends as the kernels take them, None both without a bias. Raises ValueError for what does not fit together."""
+) -> None:
+    """Raise ValueError for arguments that do not fit together."""
     function_of(activation, form)
     width, multiple = ("2H", 2 * MX_BLOCK) if is_gated(activation) else ("H", MX_BLOCK)
     if x_scale is not None:
@@ -48,12 +46,6 @@ def check_activation(
     check_scaling_mode(where, scaling_mode)
     if scores is not None and (scores.shape != x.shape[:1] or scores.dtype != torch.float32 or not scores.is_contiguous()):
         raise ValueError(f"{where}: scores are {tuple(scores.shape)} {scores.dtype}, want ({x.shape[0]},) float32, contiguous")
-    if bias is None:
-        return None, None
-    if offs is None or offs.dim() != 1 or bias.shape != (offs.shape[0], x.shape[1]) or bias.dtype not in INPUTS:
-        ends = "no offs" if offs is None else f"offs {tuple(offs.shape)}"
-        raise ValueError(f"{where}: bias {tuple(bias.shape)} {bias.dtype} with {ends}, want (G, {x.shape[1]}) with (G,)")
-    return as_rows(bias, layout).contiguous(), offs.to(torch.int32).contiguous()
 
 
 def empty_forms(forms: str, like: torch.Tensor, rows: int, width: int) -> list[torch.Tensor | None]:

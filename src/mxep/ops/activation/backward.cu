@@ -9,14 +9,12 @@
 // DX_MX, DX_HP, H_MX, H_HP: which outputs there are.
 // NUM_VALID: rows from *num_valid_rows on are not written, and thread blocks loop.
 
-// dh (T, H) and x (T, WIDTH) with dh_row and x_row bytes between rows, x_s (T, WIDTH/32) contiguous, with X_MX; bias (G, WIDTH), offs
-// (G,), scores (T,); T >= ROWS.
+// dh (T, H) and x (T, WIDTH) with dh_row and x_row bytes between rows, x_s (T, WIDTH/32) contiguous, with X_MX; scores (T,); T >= ROWS.
 // dx_q (T, WIDTH), dx_s (T, WIDTH/32), dx (T, WIDTH), h_q (T, H), h_s (T, H/32), h (T, H), d_scores (T, H/32), all contiguous.
 __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x,
-                                         long long x_row, const u8* __restrict__ x_s, const u8* __restrict__ bias,
-                                         const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores,
-                                         u8* __restrict__ dx_q, u8* __restrict__ dx_s, u8* __restrict__ dx, u8* __restrict__ h_q,
-                                         u8* __restrict__ h_s, u8* __restrict__ h, int T, int G) {
+                                         long long x_row, const u8* __restrict__ x_s, const float* __restrict__ scores,
+                                         float* __restrict__ d_scores, u8* __restrict__ dx_q, u8* __restrict__ dx_s, u8* __restrict__ dx,
+                                         u8* __restrict__ h_q, u8* __restrict__ h_s, u8* __restrict__ h, int T) {
   constexpr int BYTES = X_FLOAT ? 4 : 2, DX_COLUMNS = INTERLEAVED ? 2 : 1;     // of dx for one of h in one part
   const u32 lane = block * THREADS + threadIdx.x, quarter = threadIdx.x % 4;
   // Lanes past the end take the last rows once more and write the same bytes, so that no load or store is conditional.
@@ -43,7 +41,7 @@ __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, l
 #pragma unroll
   for (int k = 0; k < ROWS; ++k) {
     const float score = SCORES ? __ldg(scores + row + k) : 1.0f;
-    const Values v = values_of_row(pairs[k], grads[k], score, bias, offs, G, row + k, dx_column);
+    const Values v = gradients(values_of(pairs[k]), grads[k], score);
 
     if constexpr (DX_MX || H_MX) {
       const Scales s = scales_of(DX_MX ? largest(v.dx[0]) : 0, DX_MX ? largest(v.dx[PARTS - 1]) : 0, H_MX ? largest(v.h) : 0, quarter);
@@ -73,15 +71,15 @@ __device__ __forceinline__ void backward(u32 block, const u8* __restrict__ dh, l
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 activation_backward(const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x, long long x_row, const u8* __restrict__ x_s,
-                const u8* __restrict__ bias, const int* __restrict__ offs, const float* __restrict__ scores, float* __restrict__ d_scores,
-                u8* __restrict__ dx_q, u8* __restrict__ dx_s, u8* __restrict__ dx, u8* __restrict__ h_q, u8* __restrict__ h_s,
-                u8* __restrict__ h, const int* __restrict__ num_valid_rows, int T, int G) {
+                const float* __restrict__ scores, float* __restrict__ d_scores, u8* __restrict__ dx_q, u8* __restrict__ dx_s,
+                u8* __restrict__ dx, u8* __restrict__ h_q, u8* __restrict__ h_s, u8* __restrict__ h, const int* __restrict__ num_valid_rows,
+                int T) {
   if constexpr (!NUM_VALID) {
-    backward(blockIdx.x, dh, dh_row, x, x_row, x_s, bias, offs, scores, d_scores, dx_q, dx_s, dx, h_q, h_s, h, T, G);
+    backward(blockIdx.x, dh, dh_row, x, x_row, x_s, scores, d_scores, dx_q, dx_s, dx, h_q, h_s, h, T);
   } else {
     const int rows = min(__ldg(num_valid_rows), T);
     const u32 blocks = ((rows + ROWS - 1) / ROWS * ROW_LANES + THREADS - 1) / THREADS;
     for (u32 block = blockIdx.x; block < blocks; block += gridDim.x)
-      backward(block, dh, dh_row, x, x_row, x_s, bias, offs, scores, d_scores, dx_q, dx_s, dx, h_q, h_s, h, rows, G);
+      backward(block, dh, dh_row, x, x_row, x_s, scores, d_scores, dx_q, dx_s, dx, h_q, h_s, h, rows);
   }
 }

@@ -31,7 +31,7 @@ FILES = (
 
 def options_of(variant: Variant, single_row: bool = False) -> dict[str, bool | int]:
     """The constants in front of backward.cu; `single_row`: a lane takes one row."""
-    more = variant.bias is not None or variant.scores or "hp" in "".join(variant.forms)
+    more = variant.scores or "hp" in "".join(variant.forms)
     rows = 1 if single_row or more or torch.float32 in (variant.x, variant.dh) else tiles.ACTIVATION_LANE_ROWS
     shape = {"ROWS": rows, "THREADS": tiles.ACTIVATION_THREADS, "MIN_BLOCKS": tiles.ACTIVATION_MIN_BLOCKS}
     return {**shape, **variant.options()}
@@ -51,8 +51,6 @@ def activate_backward(
     exact: bool = False,
     dx: str = "mx",
     h: str = "mx",
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     num_valid_rows: torch.Tensor | None = None,
@@ -64,7 +62,7 @@ def activate_backward(
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides (copied first unless the last one is 1).
-        x, layout, scaling_mode, exact, bias, offs, scores: as in `activate`.
+        x, layout, scaling_mode, exact, scores: as in `activate`.
         dx, h: forms of the two results: "none", or some of "mx" (1x32 along the columns), "rebased" (of dx: `rebase_rows` of "mx") and
             "hp" (x's dtype) in this order, joined by "+".
         x_scale: float8_e8m0fnu, a scale for 32 columns, if x is the qdata of MX rows: x has their values, and dh's dtype
@@ -76,7 +74,7 @@ def activate_backward(
         its `RebasedRows` as in `activate`; dx in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at
         last their gradient (T,) float32, summed in another order than the reference's.
     """
-    bias, offs = check_activation("activate_backward", x, layout, scaling_mode, bias, offs, scores, activation, form, x_scale)
+    check_activation("activate_backward", x, layout, scaling_mode, scores, activation, form, x_scale)
     num_rows, width = x.shape[0], x.shape[1] // (1 + is_gated(activation))
     if dh.shape != (num_rows, width) or dh.dtype not in INPUTS:
         raise ValueError(
@@ -92,18 +90,17 @@ def activate_backward(
     d_scores = None if scores is None else torch.empty((num_rows, width // MX_BLOCK), dtype=torch.float32, device=x.device)
 
     if x.numel() and (dx != "none" or h != "none" or d_scores is not None):
-        wide, inputs = inputs_of(dh, x, x_scale, bias, offs, scores)
-        kinds = out_like.dtype, dh.dtype, None if bias is None else bias.dtype, scores is not None, (dx, h)
-        given = wide, x_scale is not None, num_valid_rows is not None, activation, swiglu_of(tuple(form))
-        variant, groups = Variant(width, layout, scaling_mode, exact, *kinds, *given), 0 if offs is None else offs.shape[0]
+        wide, inputs = inputs_of(dh, x, x_scale, scores)
+        given = scores is not None, (dx, h), wide, x_scale is not None, num_valid_rows is not None, activation, swiglu_of(tuple(form))
+        variant = Variant(width, layout, scaling_mode, exact, out_like.dtype, dh.dtype, *given)
         if rebased is not None:
             results = d_scores, *dx_parts, *h_parts
-            launch_rebased(variant, False, inputs, results, rebased, granularity, num_valid_rows, num_rows, groups)
+            launch_rebased(variant, False, inputs, results, rebased, granularity, num_valid_rows, num_rows)
         else:
             kernel = _kernel(x.device.index, variant, num_rows < tiles.ACTIVATION_LANE_ROWS)
             lanes = -(-num_rows // kernel.options["ROWS"]) * (width // tiles.LANE_COLUMNS)
             blocks = -(-lanes // kernel.threads) if num_valid_rows is None else min(-(-lanes // kernel.threads), tiles.LOOP_PROGRAMS)
-            kernel.launch(x.device.index, blocks, *inputs, d_scores, *dx_parts, *h_parts, num_valid_rows, num_rows, groups)
+            kernel.launch(x.device.index, blocks, *inputs, d_scores, *dx_parts, *h_parts, num_valid_rows, num_rows)
     in_order = *dx_parts[:2], *(rebased or ()), dx_parts[2], *h_parts
     out = [part for part in in_order if part is not None]
     return out if d_scores is None else [*out, row_sums(d_scores, num_valid_rows)]

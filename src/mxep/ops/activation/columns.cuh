@@ -1,13 +1,12 @@
-// Eight neighbouring columns of an activation: loads of x, dh and bias, values and gradients, MX scales that four lanes make together, and
+// Eight neighbouring columns of an activation: loads of x and dh, values and gradients, MX scales that four lanes make together, and
 // stores.
 // Include after hopper.cuh, mx_bytes.cuh, quantize/eight_columns.cuh and functions.cuh.
 //
 //   scales    the lanes share the blocks of dx and h among them: each finishes one maximum and makes one scale of it, which
 //             costs a third of the exchange and of the arithmetic for all in each
 
-// Constants that the launcher puts in front, besides those of eight_columns.cuh, whose WIDE is of x, dh and bias.
-// H: columns of h.  BIAS: 0 none, 1 bf16, 2 float32.  X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and
-// h are.
+// Constants that the launcher puts in front, besides those of eight_columns.cuh, whose WIDE is of x and dh.
+// H: columns of h.  X_FLOAT, DH_FLOAT: float32, else bf16.  X_MX: x is MX, and X_FLOAT says what dx and h are.
 
 // Without a gate x and dx have H columns and one part, and INTERLEAVED is false.
 constexpr int ROW_LANES = H / 8, BLOCKS = H / 32, PARTS = GATED ? 2 : 1, WIDTH = PARTS * H, X_BLOCKS = PARTS * BLOCKS;
@@ -125,17 +124,6 @@ __device__ __forceinline__ Role role_of(u32 column, u32 quarter) {
 
 // ---------------------------------------------------------------- one row
 
-// How many of the G groups end at or before a row: the row's own group, G after the last.
-__device__ __forceinline__ int group_of(const int* __restrict__ ends, int G, int row) {
-  int low = 0, high = G;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (__ldg(ends + middle) <= row) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
 struct Values { float dx[PARTS][8], h[8], d_score; };    // dx in the layout of x: eight gates and eight ups, or pairs
 template <class GateUp> __device__ __forceinline__ Values gradients(const GateUp& pair, const Eight<DH_FLOAT>& dh, float score) {
   Values v;
@@ -149,27 +137,4 @@ template <class GateUp> __device__ __forceinline__ Values gradients(const GateUp
     else v.dx[0][i] = d_gate;
   }
   return v;
-}
-
-template <class A, class B> __device__ __forceinline__ Floats sum_of(const A& a, const B& b) {
-  Floats o;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) o.gates[i] = plus(a.gate(i), b.gate(i)), o.ups[i] = plus(a.up(i), b.up(i));
-  return o;
-}
-
-// Of x's pairs in a row, with the bias of its group.
-template <class X> __device__ __forceinline__ Values values_of_row(const X& pairs, const Eight<DH_FLOAT>& dh, float score,
-                                                                   const u8* __restrict__ bias, const int* __restrict__ offs, int G,
-                                                                   int row, u32 dx_column) {
-  if constexpr (BIAS != 0) {
-    const int group = group_of(offs, G, row);
-    Pairs<BIAS == 2> added;
-    for (auto& part : added.part)
-      for (u32& word : part.words) word = BIAS == 2 ? 0x80000000 : 0x80008000;       // -0: changes nothing
-    if (group < G) added = load_pairs<BIAS == 2>(bias + ((long long)group * WIDTH + dx_column) * (BIAS == 2 ? 4 : 2));
-    return gradients(sum_of(values_of(pairs), added), dh, score);
-  } else {
-    return gradients(values_of(pairs), dh, score);
-  }
 }

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mxep.ops.activation.arguments import INPUTS, as_rows
+from mxep.ops.activation.arguments import as_rows
 from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
 from mxep.recipe import SCALING_MODES
 
@@ -28,7 +28,7 @@ class Variant(NamedTuple):
 
     Attributes:
         width: H.  layout, scaling_mode, exact, activation, how: as the operators have them.
-        x, dh, bias: dtypes; x is that of results in high precision where x_mx says that x itself is MX; bias None: none.
+        x, dh: dtypes; x is that of results in high precision where x_mx says that x itself is MX.
         scores, num_valid_rows: whether they are given.
         forms: of dx and of h.
         wide: 16-byte loads.
@@ -40,7 +40,6 @@ class Variant(NamedTuple):
     exact: bool = False
     x: torch.dtype = torch.bfloat16
     dh: torch.dtype = torch.bfloat16
-    bias: torch.dtype | None = None
     scores: bool = False
     forms: tuple[str, str] = ("mx", "mx")
     wide: bool = True
@@ -51,24 +50,18 @@ class Variant(NamedTuple):
 
     def options(self) -> dict[str, bool | int]:
         """The constants in front of columns.cuh and of what follows it."""
-        shape = {"H": self.width, "BIAS": 0 if self.bias is None else 1 + INPUTS.index(self.bias)}
         interleaved = self.layout == "interleaved" and is_gated(self.activation)
-        kind = {"ACTIVATION": ACTIVATIONS.index(self.activation), "INTERLEAVED": interleaved}
+        kind = {"H": self.width, "ACTIVATION": ACTIVATIONS.index(self.activation), "INTERLEAVED": interleaved}
         numbers = {"SCALING": SCALING_MODES.index(self.scaling_mode), "EXACT": self.exact, "SCORES": self.scores}
         inputs = {"X_FLOAT": self.x == torch.float32, "DH_FLOAT": self.dh == torch.float32, "X_MX": self.x_mx, "WIDE": self.wide}
         form = {name.upper(): _bits(value) for name, value in self.how._asdict().items()}
         names = zip(("DX", "H"), self.forms, strict=True)
         outputs = {f"{name}_{what.upper()}": what in forms.split("+") for name, forms in names for what in ("mx", "hp")}
-        return {**shape, **kind, **numbers, **inputs, "NUM_VALID": self.num_valid_rows, **form, **outputs}
+        return {**kind, **numbers, **inputs, "NUM_VALID": self.num_valid_rows, **form, **outputs}
 
 
 def inputs_of(
-    dh: torch.Tensor | None,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    offs: torch.Tensor | None,
-    scores: torch.Tensor | None,
+    dh: torch.Tensor | None, x: torch.Tensor, x_scale: torch.Tensor | None, scores: torch.Tensor | None
 ) -> tuple[bool, tuple[Any, ...]]:
     """Whether every row starts at a multiple of 16 bytes, and what the kernels take first: dh, x and their bytes between rows, and so on.
 
@@ -77,12 +70,9 @@ def inputs_of(
     rows, grads = as_rows(x, "concatenated"), None if dh is None else as_rows(dh, "concatenated")
     row_bytes = rows.stride(0) * rows.element_size()
     grad_bytes = 0 if grads is None else grads.stride(0) * grads.element_size()
-    starts = (
-        rows.data_ptr() | row_bytes | grad_bytes | (0 if grads is None else grads.data_ptr()) | (0 if bias is None else bias.data_ptr())
-    )
-    wide = starts % _LOAD_BYTES == 0
+    wide = (rows.data_ptr() | row_bytes | grad_bytes | (0 if grads is None else grads.data_ptr())) % _LOAD_BYTES == 0
     if x_scale is not None:
         x_scale = x_scale.contiguous()
         if not wide:
             rows, row_bytes = rows.clone(memory_format=torch.contiguous_format), rows.shape[1]
-    return wide, (grads, grad_bytes, rows, row_bytes, x_scale, bias, offs, scores)
+    return wide, (grads, grad_bytes, rows, row_bytes, x_scale, scores)

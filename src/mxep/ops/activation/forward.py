@@ -109,7 +109,7 @@ def hidden(gate, up, SIGMOID: tl.constexpr, ACTIVATION: tl.constexpr, FORM: tl.c
 
 
 @triton.jit
-def _load_pair(x, column, H, mine, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+def _load_gate_up(x, column, H, mine, COLUMNS: tl.constexpr, LAYOUT: tl.constexpr):
     """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of rows (ROWS, 1) of pointers, zero where a row is not mine; where there
     is no gate, the same twice."""
     if LAYOUT == "single":
@@ -126,38 +126,6 @@ def _load_pair(x, column, H, mine, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LA
         gate = tl.load(x + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)  # (ROWS, COLUMNS)
         up = tl.load(x + H + column + tl.arange(0, COLUMNS)[None, :], mask=mine, other=0)
     return gate.to(tl.float32), up.to(tl.float32)
-
-
-@triton.jit
-def _load_gate_up(
-    x,
-    x_row,
-    bias,  # (G, WIDTH) bf16 or float32, or None
-    offs,  # (G,) int32, or None
-    G,
-    row,
-    mine,
-    column,
-    H: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    GROUPS: tl.constexpr,  # power of two, at least G; 0 without a bias
-):
-    """Gate and up (ROWS, COLUMNS) float32 from columns `column` .. of x (T, WIDTH), as they are and with their group's bias added; zero
-    past the last row."""
-    WIDTH: tl.constexpr = H if LAYOUT == "single" else 2 * H
-    plain_gate, plain_up = _load_pair(x + row[:, None] * x_row, column, H, mine, COLUMNS, ROWS, LAYOUT)
-    gate, up = plain_gate, plain_up
-    if GROUPS > 0:
-        index = tl.arange(0, GROUPS)
-        ends = tl.load(offs + index, mask=index < G, other=0x7FFFFFFF)
-        group = tl.sum((row[:, None] >= ends[None, :]).to(tl.int32), axis=1)[:, None]  # (ROWS, 1), G after the last end
-        owned = mine & (group < G)
-        gate_bias, up_bias = _load_pair(bias + group.to(tl.int64) * WIDTH, column, H, owned, COLUMNS, ROWS, LAYOUT)
-        gate += gate_bias
-        up += up_bias
-    return plain_gate, plain_up, gate, up
 
 
 @triton.jit
@@ -178,8 +146,6 @@ def _activate_tile(
     tile,
     x,
     x_row,
-    bias,
-    offs,
     scores,
     out,
     qdata,
@@ -187,12 +153,10 @@ def _activate_tile(
     x_qdata,
     x_scale,
     T,
-    G,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LAYOUT: tl.constexpr,
-    GROUPS: tl.constexpr,
     SCALING: tl.constexpr,
     SIGMOID: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -202,7 +166,7 @@ def _activate_tile(
     row = tl.arange(0, ROWS).to(tl.int64) + tile // column_tiles * ROWS
     column = tile % column_tiles * COLUMNS
     mine = (row < T)[:, None]
-    x_gate, x_up, gate, up = _load_gate_up(x, x_row, bias, offs, G, row, mine, column, H, ROWS, COLUMNS, LAYOUT, GROUPS)
+    gate, up = _load_gate_up(x + row[:, None] * x_row, column, H, mine, COLUMNS, LAYOUT)
     h = hidden(gate, up, SIGMOID, ACTIVATION, FORM)  # (ROWS, COLUMNS) float32
     if scores is not None:
         h = tl.load(scores + row, mask=row < T, other=0)[:, None] * h
@@ -212,20 +176,18 @@ def _activate_tile(
         _store_mx(h, qdata, scale, row, mine, column, H, ROWS, COLUMNS, SCALING)
     if x_qdata is not None:
         if LAYOUT == "single":
-            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, H, ROWS, COLUMNS, SCALING)
+            _store_mx(gate, x_qdata, x_scale, row, mine, column, H, ROWS, COLUMNS, SCALING)
         elif LAYOUT == "interleaved":
-            _store_mx(tl.interleave(x_gate, x_up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, SCALING)
+            _store_mx(tl.interleave(gate, up), x_qdata, x_scale, row, mine, 2 * column, 2 * H, ROWS, 2 * COLUMNS, SCALING)
         else:
-            _store_mx(x_gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, SCALING)
-            _store_mx(x_up, x_qdata, x_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, SCALING)
+            _store_mx(gate, x_qdata, x_scale, row, mine, column, 2 * H, ROWS, COLUMNS, SCALING)
+            _store_mx(up, x_qdata, x_scale, row, mine, H + column, 2 * H, ROWS, COLUMNS, SCALING)
 
 
-@triton.jit(do_not_specialize=["T", "G"])
+@triton.jit(do_not_specialize=["T"])
 def _activate_kernel(
     x,  # (T, WIDTH) bf16 or float32: 2H, or H where LAYOUT is "single"
     x_row,
-    bias,  # (G, WIDTH) bf16 or float32, or None
-    offs,  # (G,) int32, or None
     scores,  # (T,) float32, or None
     out,  # (T, H) of x's dtype, or None
     qdata,  # (T, H) uint8, or None
@@ -234,12 +196,10 @@ def _activate_kernel(
     x_scale,  # (T, WIDTH/32) uint8, or None
     num_valid_rows,  # (1,) int32, or None
     T,
-    G,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,  # divides H
     LAYOUT: tl.constexpr,
-    GROUPS: tl.constexpr,
     SCALING: tl.constexpr,
     SIGMOID: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -247,15 +207,15 @@ def _activate_kernel(
 ):
     if num_valid_rows is None:
         _activate_tile(
-            tl.program_id(0), x, x_row, bias, offs, scores, out, qdata, scale, x_qdata, x_scale, T, G,
-            H, ROWS, COLUMNS, LAYOUT, GROUPS, SCALING, SIGMOID, ACTIVATION, FORM,
+            tl.program_id(0), x, x_row, scores, out, qdata, scale, x_qdata, x_scale, T,
+            H, ROWS, COLUMNS, LAYOUT, SCALING, SIGMOID, ACTIVATION, FORM,
         )  # fmt: skip
     else:
         rows = tl.minimum(tl.load(num_valid_rows), T)
         for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (H // COLUMNS), tl.num_programs(0)):
             _activate_tile(
-                tile, x, x_row, bias, offs, scores, out, qdata, scale, x_qdata, x_scale, rows, G,
-                H, ROWS, COLUMNS, LAYOUT, GROUPS, SCALING, SIGMOID, ACTIVATION, FORM,
+                tile, x, x_row, scores, out, qdata, scale, x_qdata, x_scale, rows,
+                H, ROWS, COLUMNS, LAYOUT, SCALING, SIGMOID, ACTIVATION, FORM,
             )  # fmt: skip
 
 
@@ -267,8 +227,6 @@ def activate(
     layout: str,
     scaling_mode: str,
     exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     num_valid_rows: torch.Tensor | None = None,
     activation: str = "swiglu",
@@ -284,14 +242,12 @@ def activate(
         layout: "concatenated" (gate in columns 0..H-1, then up) or "interleaved" (gate in even columns, up in odd ones).
         scaling_mode: a scaling mode's name.
         exact: IEEE's division, the library's exp and erf.
-        bias: of x's width, (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows after the last group get none.
-        offs: (G,) int32 or int64 END rows of the groups on the device, needed with a bias.
         scores: (T,) float32, factors of h's rows.
         num_valid_rows: (1,) int32 on the device, 0 or a multiple of 32: how many rows are wanted; the others are neither read nor written.
         activation, form: as in `mxep.ops.activation.functions.function_of`; each variant compiles once.
         h: its forms, "none", "mx" (1x32 along H), "hp" (x's dtype, rounded once), "mx+hp", "rebased", which is `rebase_rows` of "mx", or
             "rebased+hp".
-        quantize_x: whether x itself, without its bias, is wanted in MX. Not with "rebased".
+        quantize_x: whether x itself is wanted in MX. Not with "rebased".
         granularity: of rebased rows' scales, a key of `MAX_SPREAD`.
 
     Returns:
@@ -300,14 +256,13 @@ def activate(
         layout.
     """
     check_activate(h, quantize_x, granularity)
-    bias, offs = check_activation("activate", x, layout, scaling_mode, bias, offs, scores, activation, form)
+    check_activation("activate", x, layout, scaling_mode, scores, activation, form)
     if "rebased" in h:
-        return activate_rebased(x, layout, scaling_mode, exact, bias, offs, scores, num_valid_rows, activation, form, h, granularity)
+        return activate_rebased(x, layout, scaling_mode, exact, scores, num_valid_rows, activation, form, h, granularity)
     gated = is_gated(activation)
     num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), swiglu_of(tuple(form))
     qdata, scale, out = empty_forms(h, x, num_rows, width)
     x_qdata, x_scale, _ = empty_forms("mx" if quantize_x else "none", x, num_rows, x.shape[1])
-    groups = 0 if offs is None else offs.shape[0]
     if x.numel():
         tile_rows, tile_columns = tiles.ACTIVATION.fit(width)
         rows = as_rows(x, layout if gated else "concatenated")
@@ -318,8 +273,6 @@ def activate(
             {
                 "x": rows,
                 "x_row": rows.stride(0),
-                "bias": bias,
-                "offs": offs,
                 "scores": scores,
                 "out": out,
                 "qdata": qdata,
@@ -328,12 +281,10 @@ def activate(
                 "x_scale": x_scale,
                 "num_valid_rows": num_valid_rows,
                 "T": num_rows,
-                "G": groups,
                 "H": width,
                 "ROWS": tile_rows,
                 "COLUMNS": tile_columns,
                 "LAYOUT": layout if gated else "single",
-                "GROUPS": 0 if offs is None else next_power_of_2(max(groups, 1)),
                 "SCALING": scaling_mode,
                 "SIGMOID": "plain" if triton.knobs.runtime.interpret else "exact" if exact else "fast",
                 "ACTIVATION": activation,

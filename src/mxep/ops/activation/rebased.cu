@@ -13,11 +13,10 @@
 // out (T, REBASED_WIDTH), scale (T,), block_scale (BLOCKS_128, T) with block_scale_row floats between rows: as in rebase_rows.cu.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 activation_rebased(const u8* __restrict__ dh, long long dh_row, const u8* __restrict__ x, long long x_row, const u8* __restrict__ x_s,
-                   const u8* __restrict__ bias, const int* __restrict__ offs, const float* __restrict__ scores,
-                   float* __restrict__ d_scores, u8* __restrict__ dx_q, u8* __restrict__ dx_s, u8* __restrict__ dx, u8* __restrict__ h_q,
-                   u8* __restrict__ h_s, u8* __restrict__ h, u8* __restrict__ out, float* __restrict__ scale,
-                   float* __restrict__ block_scale, long long block_scale_row, int max_spread, const int* __restrict__ num_valid_rows,
-                   int T, int G) {
+                   const float* __restrict__ scores, float* __restrict__ d_scores, u8* __restrict__ dx_q, u8* __restrict__ dx_s,
+                   u8* __restrict__ dx, u8* __restrict__ h_q, u8* __restrict__ h_s, u8* __restrict__ h, u8* __restrict__ out,
+                   float* __restrict__ scale, float* __restrict__ block_scale, long long block_scale_row, int max_spread,
+                   const int* __restrict__ num_valid_rows, int T) {
   extern __shared__ __align__(16) u8 bytes[];
   RowsInMemory& memory = *(RowsInMemory*)bytes;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, quarter = lane % 4;
@@ -49,7 +48,7 @@ activation_rebased(const u8* __restrict__ dh, long long dh_row, const u8* __rest
         const u32 dx_column = column * DX_COLUMNS;
         const long long dx_at = (long long)row * WIDTH + dx_column, h_at = (long long)row * H + column;
         const float score = SCORES ? __ldg(scores + row) : 1.0f;
-        const Values v = values_of_row(pairs[k], grads[k], score, bias, offs, G, row, dx_column);
+        const Values v = gradients(values_of(pairs[k]), grads[k], score);
 
         const Scales s = FORWARD ? scale_of_h(largest(v.h))
                                  : scales_of(largest(v.dx[0]), largest(v.dx[PARTS - 1]), H_MX ? largest(v.h) : 0, quarter);

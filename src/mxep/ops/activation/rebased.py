@@ -49,7 +49,6 @@ def launch_rebased(
     granularity: str,
     num_valid_rows: torch.Tensor | None,
     num_rows: int,
-    groups: int,
 ) -> None:
     """Write `out` and what else there is of `results`: the scores' gradient in parts, then MX data, scales and values of dx and of h."""
     device = out.data.device.index
@@ -57,7 +56,7 @@ def launch_rebased(
     blocks = cdiv(num_rows, kernel.options["ROWS"])
     blocks = blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS)
     scales = out.scale, out.block_scale, 0 if out.block_scale is None else out.block_scale.stride(0), MAX_SPREAD[granularity]
-    kernel.launch(device, blocks, *inputs, *results, out.data, *scales, num_valid_rows, num_rows, groups)
+    kernel.launch(device, blocks, *inputs, *results, out.data, *scales, num_valid_rows, num_rows)
 
 
 def activate_rebased(
@@ -65,8 +64,6 @@ def activate_rebased(
     layout: str,
     scaling_mode: str,
     exact: bool,
-    bias: torch.Tensor | None,
-    offs: torch.Tensor | None,
     scores: torch.Tensor | None,
     num_valid_rows: torch.Tensor | None,
     activation: str,
@@ -78,9 +75,8 @@ def activate_rebased(
     num_rows, width = x.shape[0], x.shape[1] // (1 + is_gated(activation))
     out, values = empty_rebased(x, num_rows, width, granularity != "row"), x.new_empty((num_rows, width)) if "hp" in h else None
     if x.numel():
-        wide, inputs = inputs_of(None, x, None, bias, offs, scores)
-        kinds = x.dtype, torch.bfloat16, None if bias is None else bias.dtype, scores is not None, ("none", h)
-        given = wide, False, num_valid_rows is not None, activation, swiglu_of(tuple(form))
-        variant, groups = Variant(width, layout, scaling_mode, exact, *kinds, *given), 0 if offs is None else offs.shape[0]
-        launch_rebased(variant, True, inputs, (*[None] * 6, values), out, granularity, num_valid_rows, num_rows, groups)
+        wide, inputs = inputs_of(None, x, None, scores)
+        given = scores is not None, ("none", h), wide, False, num_valid_rows is not None, activation, swiglu_of(tuple(form))
+        variant = Variant(width, layout, scaling_mode, exact, x.dtype, torch.bfloat16, *given)
+        launch_rebased(variant, True, inputs, (*[None] * 6, values), out, granularity, num_valid_rows, num_rows)
     return [part for part in (*out, values) if part is not None]

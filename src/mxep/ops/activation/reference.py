@@ -1,4 +1,4 @@
-"""The activation between an expert's two GEMMs, with its bias, its rows' scores and the MX quantiser: the definition of the numbers.
+"""The activation between an expert's two GEMMs, with its rows' scores and the MX quantiser: the definition of the numbers.
 
 Float32 throughout, by the functions of functions.py; the results go to MX, or to x's dtype, from float32.  With a score p of
 the row, whose gradient sums over the columns,
@@ -44,17 +44,6 @@ def check_activate_backward(dx: str, h: str, granularity: str) -> None:
     check_forms("activate_backward: h", h, FORMS)
 
 
-def with_bias(x: torch.Tensor, bias: torch.Tensor | None, offs: torch.Tensor | None) -> torch.Tensor:
-    """x (T, N) in float32 plus the bias (G, N) of each row's group, if there is one; rows after the last group get none."""
-    x = x.float()
-    if bias is None:
-        return x
-    assert offs is not None, "an activation with a bias, but without the groups' ends"
-    groups = torch.searchsorted(offs.long(), torch.arange(x.shape[0], device=x.device), right=True)  # (T,), G after the last end
-    rows = torch.cat((bias.float(), bias.new_zeros(1, bias.shape[1], dtype=torch.float32)))[groups]
-    return torch.where((groups < offs.shape[0])[:, None], x + rows, x)
-
-
 def gate_and_up(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up (T, H) of x (T, 2H), its halves or its even and its odd columns."""
     return x.chunk(2, -1) if layout == "concatenated" else (x[..., 0::2], x[..., 1::2])  # type: ignore[return-value]
@@ -67,13 +56,10 @@ def concat_gate_up(gate: torch.Tensor, up: torch.Tensor | None, layout: str) -> 
     return torch.cat((gate, up), -1) if layout == "concatenated" else torch.stack((gate, up), -1).flatten(-2)
 
 
-def _parts(
-    x: torch.Tensor, layout: str, bias: torch.Tensor | None, offs: torch.Tensor | None, gated: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _parts(x: torch.Tensor, layout: str, gated: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     if layout not in LAYOUTS:
         raise ValueError(f"activation: layout={layout!r}, want one of {', '.join(LAYOUTS)}")
-    x = with_bias(x, bias, offs)
-    return gate_and_up(x, layout) if gated else (x, None)
+    return gate_and_up(x.float(), layout) if gated else (x.float(), None)
 
 
 def _in_forms(value: torch.Tensor, forms: str, dtype: torch.dtype, scaling_mode: str, granularity: str) -> list[torch.Tensor]:
@@ -90,8 +76,6 @@ def activate(
     layout: str,
     scaling_mode: str,
     exact: bool = False,
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     num_valid_rows: torch.Tensor | None = None,
     activation: str = "swiglu",
@@ -107,15 +91,13 @@ def activate(
         layout: "concatenated" (gate in columns 0..H-1, then up) or "interleaved" (gate in even columns, up in odd ones).
         scaling_mode: a scaling mode's name.
         exact: with IEEE's division and the library's exp and erf. Here always so; a GPU takes the faster instructions unless it is set.
-        bias: of x's width, (G, 2H) bf16 or float32 in x's layout, added to the rows of each group; rows after the last group get none.
-        offs: (G,) int32 or int64 END rows of the groups, needed with a bias.
         scores: (T,) float32, factors of h's rows.
         num_valid_rows: (1,) int32, 0 or a multiple of 32: how many rows are wanted; the others are not defined. Without effect here.
         activation: one of `ACTIVATIONS`.
         form: limit, alpha and offset as in `SwiGLU`; those that are not given are plain SwiGLU's.
         h: its forms, "none", "mx" (1x32 along H), "hp" (x's dtype, rounded once), "mx+hp", "rebased", which is `rebase_rows` of "mx", or
             "rebased+hp".
-        quantize_x: whether x itself, without its bias, is wanted in MX, for a backward that reads it from there. Not with "rebased".
+        quantize_x: whether x itself is wanted in MX, for a backward that reads it from there. Not with "rebased".
         granularity: of rebased rows' scales, a key of `MAX_SPREAD`.
 
     Returns:
@@ -125,7 +107,7 @@ def activate(
     """
     check_activate(h, quantize_x, granularity)
     function = function_of(activation, form)
-    value = function.hidden(*_parts(x, layout, bias, offs, function.gated))
+    value = function.hidden(*_parts(x, layout, function.gated))
     value = value if scores is None else scores[:, None] * value
     return _in_forms(value, h, x.dtype, scaling_mode, granularity) + (list(quantize(x, scaling_mode)) if quantize_x else [])
 
@@ -138,8 +120,6 @@ def activate_backward(
     exact: bool = False,
     dx: str = "mx",
     h: str = "mx",
-    bias: torch.Tensor | None = None,
-    offs: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     num_valid_rows: torch.Tensor | None = None,
@@ -151,7 +131,7 @@ def activate_backward(
 
     Args:
         dh: (T, H) bf16 or float32, the gradient of h, any strides.
-        x, layout, scaling_mode, exact, bias, offs, scores: as in `activate`; without MX among the results H may be any number.
+        x, layout, scaling_mode, exact, scores: as in `activate`; without MX among the results H may be any number.
         dx, h: forms of the two results: "none", or some of "mx" (1x32 along the columns), "rebased" (of dx: `rebase_rows` of "mx") and
             "hp" (x's dtype) in this order, joined by "+".
         x_scale: float8_e8m0fnu, a scale for 32 columns, if x is the qdata of MX rows: x has their values, and "hp" is
@@ -167,7 +147,7 @@ def activate_backward(
     dtype = x.dtype if x_scale is None else dh.dtype
     values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
     function, grad = function_of(activation, form), dh.float()
-    parts = _parts(values, layout, bias, offs, function.gated)
+    parts = _parts(values, layout, function.gated)
     d_gate, d_up, h_values = function.backward(grad if scores is None else scores[:, None] * grad, *parts)
     if scores is not None:
         d_scores, h_values = (grad * h_values).sum(-1), scores[:, None] * h_values
