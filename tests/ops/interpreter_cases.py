@@ -92,11 +92,11 @@ def test_group_bias_grads(dtype: torch.dtype):
             for index in (None, mapped):
                 count = len(rows) if index is None else len(index)
                 offs, scores = (ends if count else ends * 0), torch.rand(count)
-                for given in ((None, None), (bias, scores), (bias, None), (None, scores)):
-                    got, want = (impl.group_bias_grads(rows, offs, *given, index) for impl in (kernels, reference))
+                for options in ((None, None), (bias, scores), (bias, None), (None, scores)):
+                    got, want = (impl.group_bias_grads(rows, offs, *options, index) for impl in (kernels, reference))
                     for a, b in zip(got, want, strict=True):
                         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
-                    assert len(want) == 1 + (given[0] is not None)
+                    assert len(want) == 1 + (options[0] is not None)
                 (dots,) = kernels.group_bias_grads(rows, offs, bias, scores, index, sums=False)
                 torch.testing.assert_close(dots, reference.group_bias_grads(rows, offs, bias, None, index)[1], rtol=1e-5, atol=1e-4)
                 assert (dots[290:] == 0).all(), "after the last group"
@@ -116,8 +116,9 @@ def test_a_nan_stays_in_the_sums_of_its_group():
 def test_group_bias_factors():
     for rows, width in ((33, 7), (300, 96), (0, 32)):
         bias, scores = torch.randn(5, width), torch.rand(rows)
-        for given in ((bias, None), (bias.to(BF16), scores), (torch.randn(width, 5).t(), scores * 1e30)):
-            for got, want in zip(kernels.group_bias_factors(*given, rows), reference.group_bias_factors(*given, rows), strict=True):
+        for options in ((bias, None), (bias.to(BF16), scores), (torch.randn(width, 5).t(), scores * 1e30)):
+            made = (impl.group_bias_factors(*options, rows) for impl in (kernels, reference))
+            for got, want in zip(*made, strict=True):
                 assert_same_bytes(got, want)
         inner, lora_b = kernels.group_bias_factors(bias, scores, rows)
         products = inner.double() @ lora_b[3].double().T

@@ -3,8 +3,8 @@
 // wide_rows.cuh, rows_in_memory.cuh, functions.cuh and columns.cuh; the references are reference.activate and
 // reference.activate_backward.
 //
-// A block of threads takes ROWS whole rows (rows_in_memory.cuh).  First a lane takes 8 neighbouring columns BATCH times, after it has loaded
-// all of these: codes and exponents of what is rebased, and all other outputs as in backward.cu.
+// A block of threads takes ROWS whole rows (rows_in_memory.cuh).  First a lane takes 8 neighbouring columns BATCH times, after it has
+// loaded all of these: codes and exponents of what is rebased, and all other outputs as in backward.cu.
 
 // Constants that the launcher puts in front.  BATCH: what a lane loads ahead.  MIN_BLOCKS: on a multiprocessor.  DX_MX, DX_HP, H_MX, H_HP:
 // other outputs, of which FORWARD has H_HP alone.  NUM_VALID: rows from *num_valid_rows on are not written, and thread blocks loop.
