@@ -141,6 +141,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(0, K), torch.randn(0, 2 * K), "concatenated", "rceil", False, "rebased", "none", {"granularity": "row"}),
         (torch.randn(M, K), torch.randn(M, K), "concatenated", "rceil", False, "mx+hp", "mx+hp", torch.rand(M), None, None, "relu2"),
         (torch.randn(5, K), mx(5, K)[0], "concatenated", "floor", False, "mx", "mx", None, mx(5, K)[1], None, "relu2"),
+        (torch.randn(M, K), torch.randn(M, 2 * K).bfloat16(), "interleaved", "rceil", False, "none", "none", {"offs": offs()}),
+        (torch.randn(M, K), torch.randn(M, 2 * K), "interleaved", "rceil", False, "mx", "hp", torch.rand(M), {"offs": offs().long()}),
+        (torch.randn(M, K), torch.randn(M, 2 * K), "concatenated", "rceil", False, "rebased", "mx", torch.rand(M), {"offs": offs()}),
+        (torch.randn(0, K), torch.randn(0, 2 * K), "concatenated", "rceil", False, "rebased", "none", {"offs": offs() * 0}),
     ],
     "add_group_bias": lambda: [
         (torch.randn(M, N).bfloat16(), torch.randn(G, N), offs()),

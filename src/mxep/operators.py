@@ -50,10 +50,11 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("activation.reference", "activation.backward"): (
         # from dh (T, H): dx of x's width and h (T, H), each in the forms "none", "mx", "hp" or "mx+hp", dx also with "rebased" in between;
-        # with scores their gradient (T,) too; with x_scale, x is the qdata of MX rows and hp is dh's dtype
+        # with scores their gradient (T,) too; with offs (G,) then the sums (G, x's width) float32 of dx's rows in groups that end there;
+        # with x_scale, x is the qdata of MX rows and hp is dh's dtype
         "activate_backward(Tensor dh, Tensor x, str layout, str scaling_mode, bool exact=False, str dx='mx', str h='mx', "
         "Tensor? scores=None, Tensor? x_scale=None, Tensor? num_valid_rows=None, str activation='swiglu', float[] form=[], "
-        "str granularity='auto') -> Tensor[]",
+        "str granularity='auto', Tensor? offs=None) -> Tensor[]",
     ),
     ("grouped_gemm.reference", "grouped_gemm.bias"): (
         # rows (M, N) plus bias (G, N) of the group that ends at offs (G,), times the row's score (M,) if given

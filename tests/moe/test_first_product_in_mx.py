@@ -50,7 +50,7 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
 
     def gradients(gate_up: Tensor) -> dict[str, Tensor]:
         forms = ("mx+hp", "mx+hp") if mode else ("hp", "hp")
-        made = expert_mlp.activate_backward(dh, gate_up, *given, forms)
+        made = expert_mlp.activate_backward(dh, gate_up, *given[1:], forms, bias=False)
         parts = {f"{part} {form}": value for part in ("gate_up", "h") for form, value in getattr(made, part)._asdict().items()}
         return {part: dequantize_data(value) for part, value in (*parts.items(), ("scores", made.scores)) if value is not None}
 

@@ -150,7 +150,9 @@ def _launch_all() -> None:
         kernels.add_group_lora(torch.zeros(64, 96, dtype=dtype), x, a, b, offs, torch.zeros(64, dtype=torch.int32))
         kernels.add_group_lora(torch.zeros(64, 128, dtype=dtype), x[:, :96], b.mT, a.mT, offs)
     from mxep.ops.activation.forward import row_sums
+    from mxep.ops.grouped_gemm.bias import sum_parts
 
+    sum_parts(torch.zeros(10, 5760), ends, 64, 64)
     row_sums(torch.zeros(64, 48), None)
     row_sums(torch.zeros(64, 44), offs[:1])
     from mxep.ops.grouped_gemm.triton import zero_padding_rows

@@ -14,6 +14,7 @@ from tests.ops import interpreter_repairs
 
 from mxep import reference
 from mxep.ops import kernels
+from mxep.ops.grouped_gemm.bias import sum_parts
 
 BF16, FLOAT32 = torch.bfloat16, torch.float32
 interpreter_repairs.apply()
@@ -110,6 +111,18 @@ def test_a_nan_stays_in_the_sums_of_its_group():
     (sums,) = kernels.group_bias_grads(rows, ends)
     assert sums.isfinite().all(1).tolist() == [True, True, False, True, True]
     assert sums.isnan().sum() == 1
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("tile_rows", [8, 64])
+def test_sums_of_tiles_are_added_by_group(tile_rows: int):
+    """Tiles start with their group, the last one of a group has fewer rows, and sums of tiles that are in no group are not read."""
+    rows, ends = torch.randn(330, 200), torch.tensor([3, 3, 170, 234, 290], dtype=torch.int32)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    tiles = [tile.sum(0) for group in rows[:290].split(sizes) if len(group) for tile in group.split(tile_rows)]
+    parts = torch.cat((torch.stack(tiles), torch.full((5, 200), torch.nan)))
+    want = torch.stack([group.sum(0) for group in rows[:290].split(sizes)])
+    torch.testing.assert_close(sum_parts(parts, ends, 330, tile_rows), want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.usefixtures("poison")
@@ -335,6 +348,7 @@ def test_bad_input_is_named():
         (lambda: kernels.activate_backward(x[:, :32], x, "interleaved", "rceil", x_scale=x), r"with x_scale \(4, 64\)"),
         (lambda: kernels.activate_backward(x[:, :32], x, "interleaved", "rceil", False, "hp+mx"), r"dx='hp\+mx'"),
         (lambda: kernels.activate(x, "interleaved", "rceil", False, x), r"scores are \(4, 64\)"),
+        (lambda: kernels.activate_backward(x[:, :32], x, "interleaved", "rceil", offs=x), r"offs are \(4, 64\) torch.float32"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(4), x), r"add_group_bias: scores are \(4, 64\)"),
         (lambda: kernels.group_bias_grads(x, torch.zeros(2), x), r"group_bias_grads: rows .* offs \(2,\)"),

@@ -259,6 +259,28 @@ def test_scores_are_factors_of_the_rows(layout: str) -> None:
     torch.testing.assert_close(d_scores.double(), (dh.double() * h).sum(1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("function", ["plain", "gpt_oss", "relu2"])
+def test_sums_of_the_rows_of_groups(function: str, layout: str) -> None:
+    """They are sums of unrounded values and come last, whatever else is asked for; rows past the last end are in none."""
+    how, ends = FUNCTIONS[function], torch.tensor([0, 5, 5, 29])
+    dh, x = cut(*gate_up(torch.bfloat16, 33, 96)["normal"], how)
+    dh[29:], x[30:] = torch.nan, torch.inf
+    for scores in (None, torch.rand(33)):
+        values = activate_backward(dh.float(), x.float(), layout, "rceil", False, "hp", "none", scores, **how)[0]
+        want = torch.stack([values[a:b].double().sum(0) for a, b in ((0, 0), (0, 5), (5, 5), (5, 29))])
+        for dx, h in (("none", "none"), ("mx", "mx"), ("hp", "none"), ("mx+rebased+hp", "hp"), ("rebased", "mx+hp")):
+            plain = activate_backward(dh, x, layout, "rceil", False, dx, h, scores, **how)
+            *made, sums = activate_backward(dh, x, layout, "rceil", False, dx, h, scores, **how, offs=ends)
+            assert_bits(made, plain)
+            assert (sums.dtype, sums.shape) == (FLOAT32, (4, x.shape[1]))
+            torch.testing.assert_close(sums.double(), want, rtol=1e-5, atol=1e-5)
+            assert_bits([sums], activate_backward(dh, x, layout, "rceil", False, dx, h, scores, **how, offs=ends.int())[-1:])
+    for wrong in (ends.float(), ends[None]):
+        with raises_naming("activate_backward: offs are", "want (G,) int32 or int64"):
+            activate_backward(dh, x, layout, "rceil", **how, offs=wrong)
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_unknown_layout_is_named(activation: str) -> None:
     with pytest.raises(ValueError, match="layout='halves'"):

@@ -75,6 +75,11 @@ def rebasing(activation: str, width: int, dx: str = "", h: str = "none", block_s
     return rebased.FILES, rebased.options_of(Variant(width, activation=activation, **options), not dx, block_scales)
 
 
+def summing(activation: str, width: int, dx: str, h: str, **variant: object) -> tuple:
+    """The gradient with sums of its rows."""
+    return rebasing(activation, width, dx, h, **{"scores": True, "sums": True, **variant})
+
+
 def p2p_of(
     sums: bool, mode: str, item_bytes: int, row_chunks: int, word_bytes: int = 16, chunk: bool = False
 ) -> tuple[tuple[str, ...], dict]:
@@ -201,6 +206,20 @@ VARIANTS = {
     "swiglu_rebased_gradient_float32": rebasing("swiglu", 96, "mx+rebased+hp", "mx+hp", x=FLOAT32, dh=FLOAT32, scores=True, wide=False),
     "geglu_rebased_gradient": rebasing("geglu", 7168, "mx+rebased", "mx", scores=True),
     "relu2_rebased_gradient": rebasing("relu2", 1856, "mx+rebased+hp", "mx+hp", scores=True, num_valid_rows=True),
+    "swiglu_rebased_sums_gpt_oss": summing("swiglu", 2880, "mx+rebased", "mx", layout="interleaved", how=SwiGLU(7.0, 1.702, 1.0)),
+    "swiglu_rebased_sums_gpt_oss_hp": summing(
+        "swiglu", 2880, "rebased", "hp", layout="interleaved", how=SwiGLU(7.0, 1.702, 1.0), num_valid_rows=True
+    ),
+    "swiglu_rebased_sums_gpt_oss_of_mx": summing(
+        "swiglu", 2880, "mx+rebased", "mx", layout="interleaved", how=SwiGLU(7.0, 1.702, 1.0), num_valid_rows=True, x_mx=True
+    ),
+    "swiglu_rebased_sums_of_mx": summing("swiglu", 2048, "rebased", "none", block_scales=False, scores=False, x_mx=True),
+    "swiglu_rebased_sums_far": summing("swiglu", 6144, "mx+rebased", "mx", num_valid_rows=True),
+    "swiglu_rebased_sums_odd": summing("swiglu", 3136, "mx+rebased", "mx", layout="interleaved", wide=False),
+    "swiglu_rebased_sums_every_form": summing("swiglu", 1056, "mx+rebased+hp", "mx+hp", exact=True),
+    "swiglu_rebased_sums_float32": summing("swiglu", 32, "rebased+hp", "hp", x=FLOAT32, dh=FLOAT32),
+    "geglu_rebased_sums": summing("geglu", 3072, "mx+rebased", "mx"),
+    "relu2_rebased_sums": summing("relu2", 1856, "mx+rebased+hp", "mx+hp", num_valid_rows=True),
     "relu2_backward_float32": activated("relu2", 4096, x=FLOAT32, dh=FLOAT32, forms=("hp", "mx"), scores=True),
     "adamw_step_8bit": adamw(8, BF16),
     "adamw_step_8bit_cut": adamw(8, BF16, runs=adamw_step.WHOLE_LANES),

@@ -5,8 +5,8 @@ after   rows (P, D) in the experts' order, each times its score where there are 
 forward   gate and up in one GEMM, with their bias -> (P, 2H), or (P, H) without a gate; the activation in float32, times the score,
           straight to the form that the down GEMM reads -> h (P, H); the down GEMM, with its bias, times the score
           An adapter's products, in high precision, are added to its weight's GEMM (`mxep.grouped_mm.products.rows_gemm`)
-backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up, h again and the scores' gradient.
-          The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
+backward  `activation_gradients`: the down GEMM's dgrad, then one pass for the gradient of gate and up and that of their bias, h again and
+          the scores' gradient.  The caller then runs `rows_gradient`, and may send the result while `weight_gradients` runs
 saves     the callers keep gate and up, and not h: backward reads gate and up anyway and computes h from them.  With an
           adapter of gate and up they keep its rows between the two factors (P, R) too
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from mxep import reference
 from mxep.checks import check_tensors
-from mxep.grouped_mm.bias import bias_grad
 from mxep.grouped_mm.products import (
     Forms,
     GemmOptions,
@@ -229,6 +228,7 @@ class NeedsGrad(NamedTuple):
 class ActivationGradients(NamedTuple):
     """Gradient of gate and up (P, 2H), h (P, H) times its score, and the scores' gradient (P,); None where it is not needed.
 
+    bias: the gradient (L, 2H) float32 of gate and up's bias, the sums of each expert's rows of theirs; None where it is not needed.
     xa: that of `GateUp`.
     d_xa, d_ha: gradients (P, R) of the rows between the two factors of the adapters of w1, which `rows_gradient` makes, and of w2; None
         without them.
@@ -237,6 +237,7 @@ class ActivationGradients(NamedTuple):
     gate_up: Forms
     h: Forms
     scores: Tensor | None
+    bias: Tensor | None
     xa: Tensor | None = None
     d_xa: Tensor | None = None
     d_ha: Tensor | None = None
@@ -382,8 +383,9 @@ def activation_gradients(
         adapter = Lora(grad, lora.b2.transpose(-2, -1), lora.a2.transpose(-2, -1), rows.grad_map)
     dh, d_ha = rows_gemm(grad, gemms[1], "dgrad", rows.offs, adapter, rows.grad_map, options.padding_rows)  # (P, H)
     adapts = lora.b1 is not None and (needs.x or needs.lora1)
-    forms = form_names(gemm, needs.x, needs.w1 or needs.w3, adapts or needs.b1 or needs.b3), form_names(gemm, False, needs.w2, needs.lora2)
-    return activate_backward(dh, first.gate_up, weights, rows, options, forms)._replace(xa=first.xa, d_ha=d_ha)
+    forms = form_names(gemm, needs.x, needs.w1 or needs.w3, adapts), form_names(gemm, False, needs.w2, needs.lora2)
+    made = activate_backward(dh, first.gate_up, rows, options, forms, bias=needs.b1 or needs.b3)
+    return made._replace(xa=first.xa, d_ha=d_ha)
 
 
 def rows_gradient(
@@ -404,7 +406,7 @@ def rows_gradient(
 
 
 def activate_backward(
-    dh: Tensor, gate_up: Tensor, weights: ExpertWeights, rows: ExpertRows, options: ExpertOptions, forms: tuple[str, str]
+    dh: Tensor, gate_up: Tensor, rows: ExpertRows, options: ExpertOptions, forms: tuple[str, str], *, bias: bool
 ) -> ActivationGradients:
     """From the gradient (P, H) of h times its score; `forms` of the gradient of gate and up and of h, as `form_names` gives them.
 
@@ -412,10 +414,12 @@ def activate_backward(
     """
     activation, arguments = options.activation, _activation_arguments(rows, options)
     data, scale = (gate_up.qdata, gate_up.scale) if isinstance(gate_up, MXTensor) else (gate_up, None)
-    layout, mode = activation.layout, options.mode or "rceil"
-    made = iter(_operators(gate_up, activation).activate_backward(dh, data, layout, mode, False, *forms, **arguments, x_scale=scale))
+    layout, mode, offs = activation.layout, options.mode or "rceil", rows.offs if bias else None
+    backward = _operators(gate_up, activation).activate_backward
+    made = iter(backward(dh, data, layout, mode, False, *forms, **arguments, x_scale=scale, offs=offs))
     d_gate_up, h = (_next_forms(made, names, options, dh.dtype) for names in forms)
-    return ActivationGradients(d_gate_up, h, next(made, None))
+    d_scores = None if rows.scores is None else next(made)
+    return ActivationGradients(d_gate_up, h, d_scores, next(made, None))
 
 
 def down_bias_gradients(
@@ -460,9 +464,8 @@ def weight_gradients(
             grads |= {name: part for name, part in zip(("w1", "w3"), both, strict=True) if part is not None}
     _lora_gradients(grad, read_x, activation_grads, weights, rows, options, needs, grads)
     if needs.b1 or needs.b3:
-        values = activation_grads.gate_up.hp
-        assert values is not None
-        bias = bias_grad(values, offs, torch.Size((weights.w1.shape[0], values.shape[1])), torch.float32)
+        bias = activation_grads.bias
+        assert bias is not None
         parts = (bias, None) if weights.w3 is None else bias.chunk(2, 1)
         for name, part, own, needed in zip(("b1", "b3"), parts, (weights.b1, weights.b3), (needs.b1, needs.b3), strict=True):
             if needed and part is not None and own is not None:

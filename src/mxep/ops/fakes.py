@@ -57,7 +57,8 @@ def activate(call: Call) -> list[Tensor]:
 def activate_backward(call: Call) -> list[Tensor]:
     like = call.x if call.x_scale is None else call.dh
     out = _forms(like, call.x.shape, call.dx, call.granularity) + _forms(like, call.dh.shape, call.h)
-    return out if call.scores is None else [*out, torch.empty_like(call.scores, memory_format=torch.contiguous_format)]
+    out += [] if call.scores is None else [torch.empty_like(call.scores, memory_format=torch.contiguous_format)]
+    return out if call.offs is None else [*out, call.x.new_empty((call.offs.shape[0], call.x.shape[1]), dtype=_FLOAT32)]
 
 
 def add_group_bias(call: Call) -> Tensor:

@@ -16,8 +16,9 @@ from mxep.ops.activation.arguments import INPUTS, check_activation, empty_forms
 from mxep.ops.activation.columns import Variant, inputs_of
 from mxep.ops.activation.forward import row_sums
 from mxep.ops.activation.functions import is_gated, swiglu_of
-from mxep.ops.activation.rebased import launch_rebased
+from mxep.ops.activation.rebased import adds_rows, launch_rebased
 from mxep.ops.activation.reference import check_activate_backward
+from mxep.ops.grouped_gemm.bias import group_bias_grads
 from mxep.ops.grouped_gemm.hopper.rebase_reference import empty_rebased
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
@@ -57,6 +58,7 @@ def activate_backward(
     activation: str = "swiglu",
     form: Sequence[float] = (),
     granularity: str = "auto",
+    offs: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, in one pass, each as its readers want it.
 
@@ -68,11 +70,14 @@ def activate_backward(
         x_scale: float8_e8m0fnu, a scale for 32 columns, if x is the qdata of MX rows: x has their values, and dh's dtype
             is "hp".
         num_valid_rows, activation, form, granularity: as in `activate`.
+        offs: (G,) int32 or int64 END rows of groups, the last one num_valid_rows where that is given: the sums of dx's rows in each group
+            are wanted too.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout;
         its `RebasedRows` as in `activate`; dx in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at
-        last their gradient (T,) float32, summed in another order than the reference's.
+        last their gradient (T,) float32, summed in another order than the reference's; with offs then the sums (G, x's width) float32 in
+        a fixed order.  They are sums of float32 values with "rebased" of an H that `adds_rows` takes, else of the values of "hp".
     """
     check_activation("activate_backward", x, layout, scaling_mode, scores, activation, form, x_scale)
     num_rows, width = x.shape[0], x.shape[1] // (1 + is_gated(activation))
@@ -81,26 +86,34 @@ def activate_backward(
             f"activate_backward: dh is {tuple(dh.shape)} {dh.dtype}, want {(num_rows, width)} bfloat16 or float32 for x {tuple(x.shape)}"
         )
 
-    check_activate_backward(dx, h, granularity)
+    check_activate_backward(dx, h, granularity, offs)
+    ends = None if offs is None else offs.to(torch.int32).contiguous()
+    adds = ends is not None and "rebased" in dx and adds_rows(width) and x.numel() > 0
+    made = dx if ends is None or adds or "hp" in dx else "hp" if dx == "none" else f"{dx}+hp"
 
     out_like = x if x_scale is None else dh
-    dx_parts = empty_forms(dx, out_like, num_rows, x.shape[1])
+    dx_parts = empty_forms(made, out_like, num_rows, x.shape[1])
     rebased = empty_rebased(x, num_rows, x.shape[1], granularity != "row") if "rebased" in dx else None
     h_parts = empty_forms(h, out_like, num_rows, width)
     d_scores = None if scores is None else torch.empty((num_rows, width // MX_BLOCK), dtype=torch.float32, device=x.device)
+    sums = None
 
-    if x.numel() and (dx != "none" or h != "none" or d_scores is not None):
+    if x.numel() and (made != "none" or h != "none" or d_scores is not None):
         wide, inputs = inputs_of(dh, x, x_scale, scores)
-        given = scores is not None, (dx, h), wide, x_scale is not None, num_valid_rows is not None, activation, swiglu_of(tuple(form))
-        variant = Variant(width, layout, scaling_mode, exact, out_like.dtype, dh.dtype, *given)
+        given = scores is not None, (made, h), wide, x_scale is not None, num_valid_rows is not None, activation, swiglu_of(tuple(form))
+        variant = Variant(width, layout, scaling_mode, exact, out_like.dtype, dh.dtype, *given, adds)
         if rebased is not None:
             results = d_scores, *dx_parts, *h_parts
-            launch_rebased(variant, False, inputs, results, rebased, granularity, num_valid_rows, num_rows)
+            sums = launch_rebased(variant, False, inputs, results, rebased, granularity, num_valid_rows, num_rows, ends if adds else None)
         else:
             kernel = _kernel(x.device.index, variant, num_rows < tiles.ACTIVATION_LANE_ROWS)
             lanes = -(-num_rows // kernel.options["ROWS"]) * (width // tiles.LANE_COLUMNS)
             blocks = -(-lanes // kernel.threads) if num_valid_rows is None else min(-(-lanes // kernel.threads), tiles.LOOP_PROGRAMS)
             kernel.launch(x.device.index, blocks, *inputs, d_scores, *dx_parts, *h_parts, num_valid_rows, num_rows)
-    in_order = *dx_parts[:2], *(rebased or ()), dx_parts[2], *h_parts
-    out = [part for part in in_order if part is not None]
-    return out if d_scores is None else [*out, row_sums(d_scores, num_valid_rows)]
+    values = dx_parts[2]
+    if ends is not None and not adds:
+        assert values is not None
+        (sums,) = group_bias_grads(values, ends)
+    scored = None if d_scores is None else row_sums(d_scores, num_valid_rows)
+    in_order = *dx_parts[:2], *(rebased or ()), values if "hp" in dx else None, *h_parts, scored, sums
+    return [part for part in in_order if part is not None]

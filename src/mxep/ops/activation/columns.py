@@ -32,6 +32,7 @@ class Variant(NamedTuple):
         scores, num_valid_rows: whether they are given.
         forms: of dx and of h.
         wide: 16-byte loads.
+        sums: whether the kernel adds the rows of dx in each group (rebased.cu).
     """
 
     width: int
@@ -47,6 +48,7 @@ class Variant(NamedTuple):
     num_valid_rows: bool = False
     activation: str = "swiglu"
     how: SwiGLU = SwiGLU()
+    sums: bool = False
 
     def options(self) -> dict[str, bool | int]:
         """The constants in front of columns.cuh and of what follows it."""

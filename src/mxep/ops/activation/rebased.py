@@ -14,6 +14,7 @@ import torch
 from mxep.device import chip_of
 from mxep.ops.activation.columns import Variant, inputs_of
 from mxep.ops.activation.functions import is_gated, swiglu_of
+from mxep.ops.grouped_gemm.bias import sum_parts
 from mxep.ops.grouped_gemm.hopper.quantize_rows import HEADERS, check_width, rows_of_block, shared_bytes
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, RebasedRows, empty_rebased
 from mxep.ops.runtime import tiles
@@ -21,14 +22,35 @@ from mxep.ops.runtime.nvrtc import Kernel
 from mxep.shapes import cdiv
 
 FILES = (*HEADERS, "activation/functions.cuh", "activation/columns.cuh", "activation/rebased.cu")
+_WARP, _MOST_PASSES = 32, 2
+
+
+def _sum_shape(width: int) -> tuple[int, int]:
+    """Passes over a row of h of that width, in each of which a thread takes 8 columns, and threads of a block, with few idle ones.
+
+    >>> [_sum_shape(width) for width in (32, 768, 2880, 3136, 6144, 6176)]
+    [(1, 32), (1, 96), (1, 384), (2, 224), (2, 384), (3, 288)]
+    """
+    lanes = width // tiles.LANE_COLUMNS
+    passes = cdiv(lanes, tiles.REBASED_SUM_THREADS)
+    return passes, cdiv(cdiv(lanes, passes), _WARP) * _WARP
+
+
+def adds_rows(width: int) -> bool:
+    """Whether the kernel can add rows of dx for an h of that width: their sums are in registers."""
+    return _sum_shape(width)[0] <= _MOST_PASSES
 
 
 def options_of(variant: Variant, forward: bool, block_scales: bool) -> dict[str, bool | int]:
     """The constants in front of rebased.cu."""
-    batch = 1 if torch.float32 in (variant.x, variant.dh) else tiles.REBASED_BATCH
+    float32 = torch.float32 in (variant.x, variant.dh)
     width = variant.width * (1 if forward else 1 + is_gated(variant.activation))
-    shape = {"ROWS": rows_of_block(variant.width), "REBASED_WIDTH": width, "BATCH": batch, "THREADS": tiles.REBASED_THREADS}
-    kind = {"MIN_BLOCKS": tiles.REBASED_MIN_BLOCKS[not forward], "FORWARD": forward, "BLOCK_SCALES": block_scales}
+    rows, threads, blocks = rows_of_block(variant.width), tiles.REBASED_THREADS, tiles.REBASED_MIN_BLOCKS[not forward]
+    if variant.sums:
+        passes, threads = _sum_shape(variant.width)
+        rows, blocks = tiles.REBASED_SUM_STEP, max(tiles.REBASED_SUM_RESIDENT[passes > 1 or float32] // threads, 1)
+    shape = {"ROWS": rows, "REBASED_WIDTH": width, "BATCH": 1 if float32 else tiles.REBASED_BATCH, "THREADS": threads, "MIN_BLOCKS": blocks}
+    kind = {"FORWARD": forward, "BLOCK_SCALES": block_scales, "SUMS": variant.sums, "SUM_ROWS": tiles.REBASED_SUM_ROWS}
     return {**shape, **kind, **variant.options()}
 
 
@@ -49,14 +71,25 @@ def launch_rebased(
     granularity: str,
     num_valid_rows: torch.Tensor | None,
     num_rows: int,
-) -> None:
-    """Write `out` and what else there is of `results`: the scores' gradient in parts, then MX data, scales and values of dx and of h."""
+    ends: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Write `out` and what else there is of `results`: the scores' gradient in parts, then MX data, scales and values of dx and of h.
+
+    Returns the sums (G, N) float32 of dx's rows in the groups that end at `ends` (G,) int32, with a variant that has them.
+    """
     device = out.data.device.index
     kernel = _kernel(device, variant, forward, out.block_scale is not None)
-    blocks = cdiv(num_rows, kernel.options["ROWS"])
-    blocks = blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS)
+    parts = None
+    if ends is not None:
+        blocks = num_rows // tiles.REBASED_SUM_ROWS + ends.shape[0] + 1  # groups end in the middle of a tile
+        parts = torch.empty((blocks, out.data.shape[1]), dtype=torch.float32, device=out.data.device)
+    else:
+        blocks = cdiv(num_rows, kernel.options["ROWS"])
+        blocks = blocks if num_valid_rows is None else min(blocks, tiles.LOOP_PROGRAMS)
     scales = out.scale, out.block_scale, 0 if out.block_scale is None else out.block_scale.stride(0), MAX_SPREAD[granularity]
-    kernel.launch(device, blocks, *inputs, *results, out.data, *scales, num_valid_rows, num_rows)
+    groups = ends, 0 if ends is None else ends.shape[0], parts
+    kernel.launch(device, blocks, *inputs, *results, out.data, *scales, num_valid_rows, num_rows, *groups)
+    return None if parts is None or ends is None else sum_parts(parts, ends, num_rows, tiles.REBASED_SUM_ROWS)
 
 
 def activate_rebased(

@@ -38,10 +38,12 @@ def check_activate(h: str, quantize_x: bool, granularity: str) -> None:
         raise ValueError(f"activate: h={h!r} with quantize_x=True, want one of the two; h='mx' comes with x in MX from one read")
 
 
-def check_activate_backward(dx: str, h: str, granularity: str) -> None:
-    """Raise ValueError for forms that `activate_backward` does not make."""
+def check_activate_backward(dx: str, h: str, granularity: str, offs: torch.Tensor | None) -> None:
+    """Raise ValueError for forms that `activate_backward` does not make, and ends of groups that it does not take."""
     check_forms("activate_backward: dx", dx, (*FORMS, *REBASED_FORMS), granularity)
     check_forms("activate_backward: h", h, FORMS)
+    if offs is not None and (offs.dim() != 1 or offs.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"activate_backward: offs are {tuple(offs.shape)} {offs.dtype}, want (G,) int32 or int64, END rows of groups")
 
 
 def gate_and_up(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,6 +128,7 @@ def activate_backward(
     activation: str = "swiglu",
     form: Sequence[float] = (),
     granularity: str = "auto",
+    offs: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradient of x, and h once more, so that forward need not save it; each as its readers want it.
 
@@ -137,13 +140,15 @@ def activate_backward(
         x_scale: float8_e8m0fnu, a scale for 32 columns, if x is the qdata of MX rows: x has their values, and "hp" is
             dh's dtype.
         num_valid_rows, activation, form, granularity: as in `activate`.
+        offs: (G,) int32 or int64 END rows of groups, the last one num_valid_rows where that is given: the sums of dx's rows in each group
+            are wanted too.
 
     Returns:
         what was asked for, in this order, contiguous: dx's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout;
         its `RebasedRows` as in `activate`; dx in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at
-        last their gradient (T,) float32.
+        last their gradient (T,) float32; with offs then the sums (G, x's width) float32, of values before they are rounded.
     """
-    check_activate_backward(dx, h, granularity)
+    check_activate_backward(dx, h, granularity, offs)
     dtype = x.dtype if x_scale is None else dh.dtype
     values = x if x_scale is None else dequantize(x, x_scale, torch.float32)
     function, grad = function_of(activation, form), dh.float()
@@ -151,5 +156,12 @@ def activate_backward(
     d_gate, d_up, h_values = function.backward(grad if scores is None else scores[:, None] * grad, *parts)
     if scores is not None:
         d_scores, h_values = (grad * h_values).sum(-1), scores[:, None] * h_values
-    d_x = _in_forms(concat_gate_up(d_gate, d_up, layout), dx, dtype, scaling_mode, granularity)
-    return d_x + _in_forms(h_values, h, dtype, scaling_mode, granularity) + ([] if scores is None else [d_scores])
+    d_x = concat_gate_up(d_gate, d_up, layout)
+    made = _in_forms(d_x, dx, dtype, scaling_mode, granularity) + _in_forms(h_values, h, dtype, scaling_mode, granularity)
+    made += [] if scores is None else [d_scores]
+    if offs is None:
+        return made
+    from mxep.operators import direct  # it imports this module first
+
+    # An operator: experts of widths that activate_backward does not take run this on a GPU, where a reference would wait for the device.
+    return [*made, *direct.group_bias_grads(d_x, offs)]

@@ -194,6 +194,20 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, s
     return out
 
 
+def sum_parts(parts: torch.Tensor, ends: torch.Tensor, num_rows: int, tile_rows: int) -> torch.Tensor:
+    """The sums (G, N) float32 of rows in groups that end at `ends` (G,) int32, in a fixed order.
+
+    parts: (programs, N) float32, those of each tile of `tile_rows` of the `num_rows` rows, in the order of `rows_of_tile`.
+    """
+    (groups, width), tile = (ends.shape[0], parts.shape[1]), tiles.BIAS_PARTS
+    total = torch.empty((groups, width), dtype=torch.float32, device=parts.device)
+    if total.numel():
+        of_groups = {"offs": ends, "M": num_rows, "N": width, "G": groups, "GROUPS": next_power_of_2(groups + 1), "ROWS": tile_rows}
+        arguments = {"parts": parts, "out": total, **of_groups, "PARTS": tile.rows, "COLUMNS": tile.columns}
+        launch(_sum_parts_kernel, (cdiv(width, tile.columns), groups), arguments, num_warps=tile.warps)
+    return total
+
+
 def group_bias_grads(
     rows: torch.Tensor,
     offs: torch.Tensor,
@@ -217,7 +231,6 @@ def group_bias_grads(
     (num_rows, width), groups = (rows.shape[0] if row_map is None else row_map.shape[0], rows.shape[1]), offs.shape[0]
     device, ends = rows.device, offs.to(torch.int32).contiguous()
     dots = None if bias is None else torch.empty(num_rows, dtype=torch.float32, device=device)
-    total = torch.empty((groups, width), dtype=torch.float32, device=device) if sums else None
     tile = tiles.BIAS_GRADS
     # Groups end in the middle of a tile.  A program that makes dots has whole rows.
     programs, span = num_rows // tile.rows + groups + 1, tiles.BIAS_GRADS_SPAN if bias is None else max(width, 1)
@@ -237,10 +250,7 @@ def group_bias_grads(
             "COLUMNS": tile.columns,
         }
         launch(_group_bias_grads_kernel, (programs, max(cdiv(width, span), 1)), {**of_groups, **arguments}, num_warps=tile.warps)
-    if total is not None and total.numel():
-        columns = {"parts": parts, "out": total, "PARTS": tiles.BIAS_PARTS.rows, "COLUMNS": tiles.BIAS_PARTS.columns}
-        grid = cdiv(width, tiles.BIAS_PARTS.columns), groups
-        launch(_sum_parts_kernel, grid, {**of_groups, **columns}, num_warps=tiles.BIAS_PARTS.warps)
+    total = None if parts is None else sum_parts(parts, ends, num_rows, tile.rows)
     return [result for result in (total, dots) if result is not None]
 
 

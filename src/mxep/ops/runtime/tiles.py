@@ -133,6 +133,9 @@ ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
 # Of rebased.cu: threads of a block, 8 columns that a lane loads ahead, how often at most, blocks of a multiprocessor (forward, gradient);
 # not tuned on a GPU.
 REBASED_THREADS, REBASED_BATCH, REBASED_STEPS, REBASED_MIN_BLOCKS = 256, 2, 4, (4, 3)
+# With sums of a group's rows: rows of a block, and those that it takes at a time; most threads of a block; threads of a multiprocessor,
+# and where values are float32 or a thread has two times 8 columns; not tuned on a GPU.
+REBASED_SUM_ROWS, REBASED_SUM_STEP, REBASED_SUM_THREADS, REBASED_SUM_RESIDENT = 64, 8, 384, (768, 512)
 # Of quantize_rows.cu, which has the same threads and lanes: blocks of a multiprocessor, and the widest rows, of which shared memory holds
 # as many; not tuned on a GPU.
 QUANTIZE_ROWS_MIN_BLOCKS, QUANTIZE_ROWS_WIDEST = 5, 32 * 1024
