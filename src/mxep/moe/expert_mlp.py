@@ -25,7 +25,6 @@ from torch import Tensor
 
 from mxep import reference
 from mxep.checks import check_tensors
-from mxep.grouped_mm.bias import bias_grad
 from mxep.grouped_mm.products import (
     Forms,
     GemmOptions,
@@ -462,7 +461,7 @@ def weight_gradients(
     if needs.b1 or needs.b3:
         values = activation_grads.gate_up.hp
         assert values is not None
-        bias = bias_grad(values, offs, torch.Size((weights.w1.shape[0], values.shape[1])), torch.float32)
+        (bias,) = direct.group_bias_grads(values, offs)  # (L, 2H)
         parts = (bias, None) if weights.w3 is None else bias.chunk(2, 1)
         for name, part, own, needed in zip(("b1", "b3"), parts, (weights.b1, weights.b3), (needs.b1, needs.b3), strict=True):
             if needed and part is not None and own is not None:
