@@ -157,6 +157,7 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(3, N), offs(), torch.randn(G, N), None, row_map()),
         (torch.randn(N, M).t(), offs().long(), torch.randn(G, N).bfloat16(), None, None, False),
         (torch.randn(M, N), offs()),
+        (torch.randn(M, N), offs()[:0], torch.randn(0, N)),
     ],
     "group_bias_factors": lambda: [(torch.randn(G, N), None, 5), (torch.randn(N, G).bfloat16().t(), torch.rand(M), M)],
     "cross_entropy": lambda: [

@@ -174,6 +174,18 @@ def test_adapters_add_no_pass_over_gathered_rows(rank: int, launches: dict[str, 
     assert calls["gather_rows"] == 0
 
 
+@pytest.mark.parametrize(("rank", "passes"), [(8, 0), (FUSED_RANK, 2)])
+def test_a_gemm_adds_the_bias_unless_it_adds_an_adapter(rank: int, passes: int) -> None:
+    given, (experts, scores), biases = case(rank), routing(), (draw(L, 2 * H, seed=30), draw(L, D, seed=31))
+    lora, made = ExpertLora(*(given[name] for name in ("a1", "b1", "a2", "b2"))), []
+    for recipe in ("mxfp8_wgrad_with_hp", "hp"):
+        with _Operators() as operators:
+            weights = given["w1"], biases[0], given["w2"], biases[1]
+            made.append(mxep.fused_experts(given["x"], experts, scores, *weights, L, group="", recipe=recipe, lora=lora))
+        assert operators.calls["add_group_bias"] == (2 if recipe == "hp" else passes)
+    assert sqnr(made[1], made[0]) > 24
+
+
 def test_rows_that_need_no_gradient() -> None:
     """As those of a frozen embedding: the adapters' gradients stay."""
     given, dy = case(), draw(T, D, seed=20)

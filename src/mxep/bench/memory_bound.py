@@ -18,7 +18,6 @@ from mxep.bench.baselines import copy_of, fp8_functions
 from mxep.bench.registry import Case, Figure, Setting
 from mxep.bench.timing import CALLS, Call, captured, host_facts
 from mxep.device import available_gemm_paths
-from mxep.grouped_mm.bias import bias_grad
 from mxep.ops.activation.functions import ACTIVATIONS, SwiGLU, is_gated
 from mxep.ops.grouped_gemm.hopper import rebase_reference
 from mxep.ops.grouped_gemm.hopper.rebase_reference import BLOCK_128, MAX_SPREAD, RebasedRows, RebasedTokens
@@ -245,18 +244,13 @@ def _row_movers(x: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> Mo
 
 def _bias_movers(x: torch.Tensor) -> Movers:
     """Gradients of a bias per expert, without and with a score for each row."""
-    (T, D), n = x.shape, checked_rows(x.shape[0])
+    T, n = x.shape[0], checked_rows(x.shape[0])
     whole = x[:n].round().clamp(-8, 8)  # their sums are exact
     ends, few_ends = (torch.arange(1, 1 + _EXPERTS, dtype=torch.int32, device=x.device) * (rows // _EXPERTS) for rows in (T, n))
-    scores = torch.full((T,), 0.5, device=x.device)
-
-    def sums(rows: torch.Tensor, ends: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *scores: torch.Tensor) -> torch.Tensor:
-        return rows.float().unflatten(0, (_EXPERTS, -1)).sum(1) * (0.5 if scores else 1.0)
-
-    every, few = ((rows, ends, torch.Size((_EXPERTS, D)), torch.float32) for rows, ends in ((x, ends), (whole, few_ends)))
+    scores, grads = torch.full((T,), 0.5, device=x.device), (torch.ops.mxep.group_bias_grads, reference.group_bias_grads)
     return {
-        "bias_grad": mover(bias_grad, sums, every, few, x.nbytes, None),
-        "bias_grad_scored": mover(bias_grad, sums, (*every, scores), (*few, scores[:n]), x.nbytes + scores.nbytes, None),
+        "bias_grad": mover(*grads, (x, ends), (whole, few_ends), x.nbytes, None),
+        "bias_grad_scored": mover(*grads, (x, ends, None, scores), (whole, few_ends, None, scores[:n]), x.nbytes + scores.nbytes, None),
     }
 
 

@@ -24,20 +24,9 @@ def add_bias_rows(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor) ->
     return direct.add_group_bias(rows, bias.expand(offs.shape[0], rows.shape[1]), offs)
 
 
-def bias_grad(
-    grad: torch.Tensor,
-    offs: torch.Tensor,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    scores: torch.Tensor | None = None,
-    grad_map: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The gradient of a bias of that shape, (N,) or (G, N), from grad (M, N): float32 sums of the rows of the groups, rounded once.
-
-    With scores (M,) float32 the bias was added to each row times its score; with grad_map (M,) int32 row m of grad is row grad_map[m],
-    zeros where it is -1.
-    """
-    (sums,) = direct.group_bias_grads(grad, offs, None, scores, grad_map)
+def bias_grad(grad: torch.Tensor, offs: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of a bias of that shape, (N,) or (G, N), from grad (M, N): float32 sums of the rows of the groups, rounded once."""
+    (sums,) = direct.group_bias_grads(grad, offs)
     return (sums if len(shape) == 2 else sums.sum(0)).to(dtype)
 
 
@@ -52,7 +41,7 @@ class _AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         (offs,) = ctx.saved_tensors
-        d_bias = bias_grad(dequantize_data(grads[0]).contiguous(), offs, *ctx.bias_like) if ctx.needs_input_grad[1] else None
+        d_bias = bias_grad(dequantize_data(grads[0]), offs, *ctx.bias_like) if ctx.needs_input_grad[1] else None
         return grads[0], d_bias, None
 
 

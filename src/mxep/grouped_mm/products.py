@@ -457,7 +457,7 @@ def rows_gemm(
 ) -> tuple[Tensor, Tensor | None]:
     """Products of row groups with their weights, and with an adapter's, plus a bias.
 
-    A GEMM that `adds_lora` adds one of the two before it rounds, an adapter first; a pass of its own adds the other.
+    A GEMM that `adds_lora` adds one of the two before it rounds: an adapter of the rank that it takes, else the bias.  Passes add the rest.
 
     Args:
         rows: (R, K), MX, plain, or rebased and in order.  weights: (L, N, K).
@@ -467,23 +467,19 @@ def rows_gemm(
     Returns:
         (P, N) in the experts' order, or (P, K); and x @ a.T (P, r), None without an adapter.
     """
-    inner = None
-    if lora is None:
-        factors = None
-        if bias is not None and adds_lora(weights.gemm, FUSED_RANK):
-            num_rows = (row_map if row_map is not None else rows.data if isinstance(rows, RebasedRows) else rows).shape[0]
-            factors, bias = direct.group_bias_factors(bias.values, bias.scores, num_rows), None
-        out = _gemm(rows, weights, which, offs, row_map, padding_rows, factors)
-    else:
-        x, a, b, x_map = lora
-        if isinstance(x, MXTensor):
-            x, x_map = row_values(x, x_map, offs), None
-        if adds_lora(weights.gemm, a.shape[1]):
-            inner = direct.group_lora_inner(x, a, offs, x_map)
-            out = _gemm(rows, weights, which, offs, row_map, padding_rows, (inner, b))
-        else:
-            out = _gemm(rows, weights, which, offs, row_map, padding_rows)
-            inner = direct.add_group_lora(out, x, a, b, offs, x_map)
+    factors = inner = None
+    if lora is not None:
+        if isinstance(lora.x, MXTensor):
+            lora = lora._replace(x=row_values(lora.x, lora.row_map, offs), row_map=None)
+        if adds_lora(weights.gemm, lora.a.shape[1]):
+            inner = direct.group_lora_inner(lora.x, lora.a, offs, lora.row_map)
+            factors = inner, lora.b
+    if bias is not None and factors is None and adds_lora(weights.gemm, FUSED_RANK):
+        num_rows = (row_map if row_map is not None else rows.data if isinstance(rows, RebasedRows) else rows).shape[0]
+        factors, bias = direct.group_bias_factors(bias.values, bias.scores, num_rows), None
+    out = _gemm(rows, weights, which, offs, row_map, padding_rows, factors)
+    if lora is not None and inner is None:
+        inner = direct.add_group_lora(out, lora.x, lora.a, lora.b, offs, lora.row_map)
     return out if bias is None else direct.add_group_bias(out, bias.values, offs, bias.scores), inner
 
 

@@ -474,7 +474,10 @@ def group_bias_grads(
     if sums:
         weighted = rows.float() if scores is None else scores[:, None] * rows.float()
         ends = offs.clamp(max=len(rows)).tolist()
-        results.append(torch.stack([weighted[start:end].sum(0) for start, end in zip([0, *ends], ends, strict=False)]))
+        total = weighted.new_zeros(len(ends), weighted.shape[1])
+        for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            total[group] = weighted[start:end].sum(0)
+        results.append(total)
     if bias is not None:
         factors, grouped = _of_rows(bias, offs, rows)
         results.append(torch.where(grouped, rows.float() * factors, 0.0).sum(1))
