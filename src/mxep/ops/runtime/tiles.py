@@ -43,6 +43,15 @@ class RowTile:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """Rows and columns that a program takes at a time."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+@dataclass(frozen=True)
 class GemmTile:
     """Tile of a grouped GEMM: rows and columns of the output, depth of one step along the contraction."""
 
@@ -183,8 +192,8 @@ LORA = {
 }
 # Gradients of a group's bias: a program's rows and columns at a time, and all of its columns where it has not whole rows; sums of such
 # rows that are added at a time; rows of an adapter's factors.
-BIAS_GRADS, BIAS_GRADS_SPAN = GemmTile(rows=128, columns=64, depth=0, warps=4, stages=0), 512
-BIAS_PARTS, BIAS_FACTOR_ROWS = GemmTile(rows=16, columns=128, depth=0, warps=4, stages=0), 256
+BIAS_GRADS, BIAS_GRADS_SPAN = Tile(rows=128, columns=64, warps=4), 512
+BIAS_PARTS, BIAS_FACTOR_ROWS = Tile(rows=16, columns=128, warps=4), 256
 NARROW_COLUMNS = 16  # the most that these tiles of a wgrad take: a factor of an adapter, of rows that are read once
 WGRAD_NARROW = {
     "bf16": GemmTile(rows=64, columns=16, depth=128, warps=8, stages=4),
