@@ -87,7 +87,7 @@ def sanitizer_line(records: Records) -> str:
         runs.setdefault(record["benchmark"].removeprefix("sanitizer_"), []).append(
             f"{errors} errors in {passed} passed and {failed} failed tests on {device_title(record['device'])}\n"
             f"({_commits(record['files'].values())})"
-            + (f", without some or all tests of {len(missing)} of {len({*missing, *record['files']})} files" if missing else "")
+            + (f",\nwithout some or all tests of {len(missing)} of {len({*missing, *record['files']})} files" if missing else "")
         )
     return "\n".join(f"The kernels' tests under compute-sanitizer {tool}: {'; '.join(found)}." for tool, found in runs.items())
 
