@@ -21,7 +21,7 @@ from mxep import MoE, MoEConfig, convert_linears
 from mxep.grouped_mm.dense import DenseLora
 from mxep.models.decoder import FeedForward
 from mxep.models.loss import OutputProjection
-from mxep.mx import MXWeight
+from mxep.mx import MXWeight, quantize_mx
 from mxep.parallel import MXLinear, apply_fsdp, build_meshes, cache_quantized_weights, recompute_blocks
 from mxep.recipe import RECIPES, Recipe
 
@@ -55,6 +55,17 @@ def test_against_float64_and_high_precision(recipe: str, dtype: torch.dtype, tok
         assert sqnr_db(truth[name], found[name]) > least, name
     if RECIPES[recipe].wgrad == "hp":
         assert torch.equal(found["weight"], plain["weight"]) or sqnr_db(truth["weight"], found["weight"]) > 50, "the operands unchanged"
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
+def test_the_gemm_adds_the_bias_before_it_rounds(recipe: str) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(160, 96).bfloat16()
+    nn.init.normal_(linear.bias)
+    x = torch.randn(300, 160).bfloat16()
+    want = quantize_mx(x).dequantize().double() @ quantize_mx(linear.weight.detach()).dequantize().double().T + linear.bias.double()
+    wrong = [(y != want.bfloat16()).float().mean() for y in (MXLinear(linear, recipe)(x), (want - linear.bias).bfloat16() + linear.bias)]
+    assert wrong[0] < 1e-3 < 0.1 < wrong[1], "the second one is rounded twice"
 
 
 def test_no_rows_and_no_gradient_of_the_weight() -> None:
