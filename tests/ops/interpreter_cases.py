@@ -133,6 +133,16 @@ def test_group_bias_factors():
             made = (impl.group_bias_factors(*options, rows) for impl in (kernels, reference))
             for got, want in zip(*made, strict=True):
                 assert_same_bytes(got, want)
+        bias[:, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+        scores[:3] = torch.tensor([torch.inf, torch.nan, 1.0])[: len(scores)]
+        for options in ((bias, None), (bias, scores)):
+            made = [impl.group_bias_factors(*options, rows) for impl in (kernels, reference)]
+            for got, want in zip(*made, strict=True):
+                assert_same_bytes(got.nan_to_num(7.0), want.nan_to_num(7.0))
+            products = made[0][0].double() @ made[0][1][3].double().T
+            wanted = (torch.ones(rows) if options[1] is None else scores)[:, None].double() * bias[3].double()
+            assert torch.equal(products[:, :3].nan_to_num(7.0), wanted[:, :3].nan_to_num(7.0)), "infinity stays infinity"
+        bias, scores = torch.randn(5, width), torch.rand(rows)
         inner, lora_b = kernels.group_bias_factors(bias, scores, rows)
         products = inner.double() @ lora_b[3].double().T
         assert torch.equal(products, scores[:, None].double() * bias[3].bfloat16().double()), "the terms add up to the score"

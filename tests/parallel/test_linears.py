@@ -66,6 +66,8 @@ def test_the_gemm_adds_the_bias_before_it_rounds(recipe: str) -> None:
     want = quantize_mx(x).dequantize().double() @ quantize_mx(linear.weight.detach()).dequantize().double().T + linear.bias.double()
     wrong = [(y != want.bfloat16()).float().mean() for y in (MXLinear(linear, recipe)(x), (want - linear.bias).bfloat16() + linear.bias)]
     assert wrong[0] < 1e-3 < 0.1 < wrong[1], "the second one is rounded twice"
+    linear.bias.data[:2] = torch.tensor([torch.inf, -torch.inf])
+    assert MXLinear(linear, recipe)(x)[:, :3].isinf().tolist() == [[True, True, False]] * 300
 
 
 def test_no_rows_and_no_gradient_of_the_weight() -> None:

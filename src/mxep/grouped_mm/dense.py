@@ -4,8 +4,8 @@ It takes input and weight as the layer has them, so autograd records one node an
 shapes, dtypes and devices: for narrow layers the host's time is most of a call.
 
 Low-rank adapters are part of the function.  The layer's GEMMs add their second products where they can (`adds_lora`), else GEMMs of their
-own add to the layer's result and to its gradient; these also scale, and sum gradients of factors in float32.  Where no adapter is added so,
-the bias is, before the result is rounded.
+own add to the layer's result and to its gradient; these also scale, and sum gradients of factors in float32.  If they add no adapter, they
+add the bias in the same way.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from mxep.mx.rows import unflatten_rows
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
-from mxep.operators import direct
-from mxep.ops.grouped_gemm.reference import FUSED_RANK
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
 
@@ -131,11 +129,8 @@ class _DenseMM(torch.autograd.Function):
         if gemm is None:
             out, saved = _multiply_hp(ctx, rows, w, bias)
         else:
-            ends, factors, rest = _group_end(rows), lora if fused else None, bias
-            if bias is not None and not fused and adds_lora(gemm, FUSED_RANK):
-                factors, rest = direct.group_bias_factors(bias.unsqueeze(0), None, rows.shape[0]), None
-            out, saved = multiply(ctx, rows, _as_group(w), ends, rest, gemm, kept=kept, lora=factors)
-            ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
+            ends, product = _group_end(rows), lora if fused else None
+            out, saved = multiply(ctx, rows, _as_group(w), ends, bias, gemm, kept=kept, lora=product, bias_in_gemm=True)
             saved = *saved[:-1], w  # of which autograd sees that it was written to
         if lora is not None and not fused:
             out.addmm_(lora[0], lora[1][0].t())

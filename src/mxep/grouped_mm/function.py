@@ -20,13 +20,25 @@ import torch
 from mxep.checks import HIGH_PRECISION, check_tensors, values_checked
 from mxep.device import GEMM_PATHS
 from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
-from mxep.grouped_mm.products import GemmOptions, LoraProduct, SavedForm, Weights, gemm_options, multiply_rows, saved_operand, saved_tensors
+from mxep.grouped_mm.products import (
+    GemmOptions,
+    LoraProduct,
+    SavedForm,
+    Weights,
+    adds_lora,
+    gemm_options,
+    multiply_rows,
+    saved_operand,
+    saved_tensors,
+)
 from mxep.grouped_mm.wgrad_gemm import add_wgrad, wgrad_gemm
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
+from mxep.operators import direct
+from mxep.ops.grouped_gemm.reference import FUSED_RANK
 from mxep.ops.runtime.for_backward import ForBackward
 from mxep.ops.runtime.replay import replayed
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode, resolve_recipe, scaling_mode_name
@@ -69,10 +81,11 @@ def multiply(
     kept: CachedWeight | None = None,
     main_grad: torch.Tensor | None = None,
     lora: LoraProduct | None = None,
+    bias_in_gemm: bool = False,
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
     """Forward of an autograd function: rows a (M, K) times weights w (G, N, K) -> (M, N), and what is saved for `gradients`.
 
-    `lora`: as in `multiply_rows`.
+    `lora`: as in `multiply_rows`.  `bias_in_gemm`: without an adapter the GEMM adds the bias before it rounds, if it `adds_lora`.
     """
     # dgrad multiplies on the path of a's dtype.  A frozen weight keeps no second form.
     one_path = gemm is not None and (a.dtype == gemm.out_dtype or gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype))
@@ -81,14 +94,14 @@ def multiply(
     weights = None if kept is None or gemm is None else Weights(w, None, gemm, kept, dtype=weight_dtype)
     form = (None, None) if weights is None else weights.cached("forward")
     for_dgrad = one_path and all(ctx.needs_input_grad[:2])
-    out, saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None), a, w, offs, bias, form, lora)
+    out, saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None, bias_in_gemm), a, w, offs, bias, form, lora)
     ctx.saved = ForBackward((), saved.rest, saved.packing)
     dgrad = weights.made("dgrad") if weights is not None and form[0] is not None and for_dgrad else (None, None)
     return out, (*saved.kept, *dgrad, w)
 
 
 def _multiply(
-    options: tuple[GemmOptions | None, torch.dtype | None, bool],
+    options: tuple[GemmOptions | None, torch.dtype | None, bool, bool],
     a: torch.Tensor,
     w: torch.Tensor,
     offs: torch.Tensor,
@@ -97,10 +110,12 @@ def _multiply(
     lora: LoraProduct | None,
 ) -> tuple[torch.Tensor, ForBackward]:
     """What `multiply` does on the device: the result, and what is saved but for w. `form`: what it reads of w, from a cache."""
-    gemm, weight_dtype, for_dgrad = options
+    gemm, weight_dtype, for_dgrad, bias_in_gemm = options
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
     weights = Weights(w, None, gemm, dtype=weight_dtype, forward=form)
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
+    if bias is not None and lora is None and bias_in_gemm and adds_lora(gemm, FUSED_RANK):
+        lora, bias = direct.group_bias_factors(bias.expand(w.shape[0], w.shape[1]), None, a.shape[0]), None
     out, operand, _ = multiply_rows(a, weights, "forward", ends, pad_map, lora=lora)
     assert out is not None
     if pad_map is not None:

@@ -228,7 +228,8 @@ class NeedsGrad(NamedTuple):
 class ActivationGradients(NamedTuple):
     """Gradient of gate and up (P, 2H), h (P, H) times its score, and the scores' gradient (P,); None where it is not needed.
 
-    bias: the gradient (L, 2H) float32 of gate and up's bias, the sums of each expert's rows of theirs; None where it is not needed.
+    bias: the gradient (L, 2H) float32 of gate and up's bias: sums of the gradient of gate and up over each expert's rows; None where it
+        is not needed.
     xa: that of `GateUp`.
     d_xa, d_ha: gradients (P, R) of the rows between the two factors of the adapters of w1, which `rows_gradient` makes, and of w2; None
         without them.

@@ -77,7 +77,8 @@ def activate_backward(
         what was asked for, in this order, contiguous: dx's qdata float8_e4m3fn and scale float8_e8m0fnu, of x's width and in its layout;
         its `RebasedRows` as in `activate`; dx in x's dtype; h's qdata (T, H) and scale (T, H/32); h (T, H) in x's dtype; with scores at
         last their gradient (T,) float32, summed in another order than the reference's; with offs then the sums (G, x's width) float32 in
-        a fixed order.  They are sums of float32 values with "rebased" of an H that `adds_rows` takes, else of the values of "hp".
+        a fixed order.  With "rebased", and an H that `adds_rows` takes, they sum float32 values; otherwise the values of "hp", for which
+        memory is allocated if they are not asked for.
     """
     check_activation("activate_backward", x, layout, scaling_mode, scores, activation, form, x_scale)
     num_rows, width = x.shape[0], x.shape[1] // (1 + is_gated(activation))

@@ -9,13 +9,14 @@
 // With SUMS a block takes a tile, SUM_ROWS rows of one group, ROWS of them at a time.  A lane takes the same columns of each row and has
 // the sums of their gradients in registers; it loads one row ahead.
 
-// Constants that the launcher puts in front.  BATCH: what a lane loads ahead.  MIN_BLOCKS: on a multiprocessor.  DX_MX, DX_HP, H_MX, H_HP:
-// other outputs, of which FORWARD has H_HP alone.  NUM_VALID: rows from *num_valid_rows on are not written, and thread blocks loop.
+// Constants that the launcher puts in front.  BATCH: what a lane loads ahead without SUMS.  MIN_BLOCKS: on a multiprocessor.
+// DX_MX, DX_HP, H_MX, H_HP: other outputs, of which FORWARD has H_HP alone.
+// NUM_VALID: rows from *num_valid_rows on are not written, and thread blocks loop.
 // SUMS, SUM_ROWS: see above; not with FORWARD.  With SUMS and NUM_VALID rows past the last group are not written: num_valid_rows is not
 // read, and thread blocks do not loop.
 
 // The rows of tile `index` of groups that end at offs (groups,): rows_of_tile of grouped_gemm/triton.py.  Group `groups` has the rows past
-// the last end, and a tile of none has a higher owner.  Each warp finds the tile for itself, 32 groups at a time.
+// the last end.  An index past the last tile has the owner groups + 1.  Each warp finds the tile for itself, 32 groups at a time.
 struct Tile { int owner, first, end; };
 template <int TILE_ROWS> __device__ __forceinline__ Tile tile_of(int index, const int* __restrict__ offs, int groups, int T) {
   const int lane = threadIdx.x % 32;

@@ -77,6 +77,7 @@ def launch_rebased(
 
     Returns the sums (G, N) float32 of dx's rows in the groups that end at `ends` (G,) int32, with a variant that has them.
     """
+    assert variant.sums == (ends is not None)
     device = out.data.device.index
     kernel = _kernel(device, variant, forward, out.block_scale is not None)
     parts = None

@@ -141,7 +141,7 @@ def _group_bias_factors_kernel(
         else:
             score = tl.load(scores + row, mask=row < M, other=0)[:, None]
             high = score.to(tl.bfloat16)
-            rest = score - high.to(tl.float32)
+            rest = tl.where(tl.abs(high.to(tl.float32)) < float("inf"), score - high.to(tl.float32), 0.0)
             middle = rest.to(tl.bfloat16)
             low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
             nothing = tl.zeros((ROWS, RANK), tl.bfloat16)
@@ -150,7 +150,10 @@ def _group_bias_factors_kernel(
     else:
         row = (tl.program_id(0) - row_programs) * ROWS + tl.arange(0, ROWS)
         value = tl.load(bias + row, mask=row < size, other=0)[:, None].to(tl.bfloat16)
-        term = tl.where(rank < 3, value, tl.zeros((ROWS, RANK), tl.bfloat16))
+        kept = rank == 0
+        if scores is not None:  # zeros beside an infinite bias, which a term of zero would turn into NaN
+            kept |= (rank < 3) & (tl.abs(value.to(tl.float32)) < float("inf"))
+        term = tl.where(kept, value, tl.zeros((ROWS, RANK), tl.bfloat16))
         tl.store(lora_b + row.to(tl.int64)[:, None] * RANK + rank, term, mask=(row < size)[:, None])
 
 
@@ -261,7 +264,7 @@ def group_bias_factors(bias: torch.Tensor, scores: torch.Tensor | None, num_rows
         bias: (G, N) bf16 or float32, any strides.  scores: (num_rows,) float32, contiguous, or None for ones.
 
     Returns:
-        inner (num_rows, 16) and lora_b (G, N, 16), both bf16: the score as the sum of three numbers, and the bias, rounded, three times.
+        inner (num_rows, 16) and lora_b (G, N, 16), both bf16, as in the reference.
     """
     check_group_bias_factors(bias, scores, num_rows)
     inner = torch.empty((num_rows, FUSED_RANK), dtype=torch.bfloat16, device=bias.device)

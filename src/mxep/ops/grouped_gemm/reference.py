@@ -501,7 +501,8 @@ def group_bias_factors(bias: torch.Tensor, scores: torch.Tensor | None, num_rows
         bias: (G, N) bf16 or float32.  scores: (num_rows,) float32, contiguous, or None for ones.
 
     Returns:
-        inner (num_rows, 16) and lora_b (G, N, 16), both bf16: the score as the sum of three numbers, and the bias, rounded, three times.
+        inner (num_rows, 16) and lora_b (G, N, 16), both bf16: the score as the sum of three numbers, and the bias, rounded, for each of
+        them; without scores one and the bias.  An infinite bias is there once, since a second number may be zero.
 
     Examples:
         >>> inner, lora_b = group_bias_factors(torch.tensor([[3.0]]), torch.tensor([1.001]), 1)
@@ -510,12 +511,17 @@ def group_bias_factors(bias: torch.Tensor, scores: torch.Tensor | None, num_rows
     """
     check_group_bias_factors(bias, scores, num_rows)
     inner = torch.zeros((num_rows, FUSED_RANK), dtype=torch.bfloat16, device=bias.device)
-    rest = torch.ones(num_rows, device=bias.device) if scores is None else scores
-    for column in range(_SCORE_TERMS):
-        inner[:, column] = rest.bfloat16()
-        rest = rest - inner[:, column].float()
     lora_b = torch.zeros((*bias.shape, FUSED_RANK), dtype=torch.bfloat16, device=bias.device)
-    lora_b[..., :_SCORE_TERMS] = bias.bfloat16()[..., None]
+    lora_b[..., 0] = bias
+    if scores is None:
+        inner[:, 0] = 1
+        return inner, lora_b
+    rest = scores
+    for column in range(_SCORE_TERMS):
+        inner[:, column] = rest
+        rest = torch.where(inner[:, column].isfinite(), rest - inner[:, column].float(), 0.0)
+    rounded = lora_b[..., :1]
+    lora_b[..., 1:_SCORE_TERMS] = torch.where(rounded.isfinite(), rounded, 0.0)
     return inner, lora_b
 
 

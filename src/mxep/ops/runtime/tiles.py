@@ -143,7 +143,7 @@ ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
 # not tuned on a GPU.
 REBASED_THREADS, REBASED_BATCH, REBASED_STEPS, REBASED_MIN_BLOCKS = 256, 2, 4, (4, 3)
 # With sums of a group's rows: rows of a block, and those that it takes at a time; most threads of a block; threads of a multiprocessor,
-# and where values are float32 or a thread has two times 8 columns; not tuned on a GPU.
+# fewer of them where values are float32 or a thread has two times 8 columns.  Ran on H200s, 2026-11, not tuned.
 REBASED_SUM_ROWS, REBASED_SUM_STEP, REBASED_SUM_THREADS, REBASED_SUM_RESIDENT = 64, 8, 384, (768, 512)
 # Of quantize_rows.cu, which has the same threads and lanes: blocks of a multiprocessor, and the widest rows, of which shared memory holds
 # as many; not tuned on a GPU.
@@ -190,8 +190,9 @@ LORA = {
     "bf16": GemmTile(rows=64, columns=64, depth=64, warps=4, stages=3),
     "float32": GemmTile(rows=64, columns=64, depth=32, warps=4, stages=2),
 }
-# Gradients of a group's bias: a program's rows and columns at a time, and all of its columns where it has not whole rows; sums of such
-# rows that are added at a time; rows of an adapter's factors.
+# Gradients of a group's bias.  BIAS_GRADS: rows of a program, and columns that it takes at a time; H200, 2026-11: docs/log.md.
+# BIAS_GRADS_SPAN: columns of a program that makes no scores' gradient.  BIAS_PARTS: programs' sums that are added at a time.
+# BIAS_FACTOR_ROWS: rows of an adapter's factors that a program makes.
 BIAS_GRADS, BIAS_GRADS_SPAN = Tile(rows=128, columns=64, warps=4), 512
 BIAS_PARTS, BIAS_FACTOR_ROWS = Tile(rows=16, columns=128, warps=4), 256
 NARROW_COLUMNS = 16  # the most that these tiles of a wgrad take: a factor of an adapter, of rows that are read once

@@ -5,7 +5,7 @@
 //   1. find_targets: a warp takes a row: its largest exponent and, in a wide row, the target of each 128 columns
 //   2. write_rebased: a thread takes 16 codes at a time: times 2^(own exponent - target), and out
 
-// Constants that the launcher puts in front.  ROWS: of a block.  REBASED_WIDTH: of a row, a multiple of 32.  THREADS: of a block.
+// Constants that the launcher puts in front.  ROWS: that a block holds.  REBASED_WIDTH: of a row, a multiple of 32.  THREADS: of a block.
 // BLOCK_SCALES: a row may have one scale per 128 columns.
 
 constexpr int PIECES = REBASED_WIDTH / 16, MX_BLOCKS = REBASED_WIDTH / 32;
