@@ -235,7 +235,8 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
         "The kernels' tests under compute-sanitizer memcheck: 2 errors in 10 passed and 0 failed tests on H200",
         "(commit abc).",
         "The kernels' tests under compute-sanitizer racecheck: 0 errors in 5 passed and 0 failed tests on H200",
-        "(commit abc), without some or all tests of 2 of 3 files.",
+        "(commit abc),",
+        "without some or all tests of 2 of 3 files.",
     ]
 
 
