@@ -129,8 +129,8 @@ class _DenseMM(torch.autograd.Function):
         if gemm is None:
             out, saved = _multiply_hp(ctx, rows, w, bias)
         else:
-            ends, product = _group_end(rows), lora if fused else None
-            out, saved = multiply(ctx, rows, _as_group(w), ends, bias, gemm, kept=kept, lora=product, bias_in_gemm=True)
+            ends = _group_end(rows)
+            out, saved = multiply(ctx, rows, _as_group(w), ends, bias, gemm, kept=kept, lora=lora if fused else None, bias_in_gemm=True)
             saved = *saved[:-1], w  # of which autograd sees that it was written to
         if lora is not None and not fused:
             out.addmm_(lora[0], lora[1][0].t())

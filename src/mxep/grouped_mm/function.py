@@ -22,10 +22,11 @@ from mxep.device import GEMM_PATHS
 from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
 from mxep.grouped_mm.products import (
     GemmOptions,
+    GroupBias,
     LoraProduct,
     SavedForm,
     Weights,
-    adds_lora,
+    bias_product,
     gemm_options,
     multiply_rows,
     saved_operand,
@@ -37,8 +38,6 @@ from mxep.mx.rows import scatter
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
-from mxep.operators import direct
-from mxep.ops.grouped_gemm.reference import FUSED_RANK
 from mxep.ops.runtime.for_backward import ForBackward
 from mxep.ops.runtime.replay import replayed
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode, resolve_recipe, scaling_mode_name
@@ -114,8 +113,9 @@ def _multiply(
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
     weights = Weights(w, None, gemm, dtype=weight_dtype, forward=form)
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
-    if bias is not None and lora is None and bias_in_gemm and adds_lora(gemm, FUSED_RANK):
-        lora, bias = direct.group_bias_factors(bias.expand(w.shape[0], w.shape[1]), None, a.shape[0]), None
+    if bias is not None and lora is None and bias_in_gemm:
+        lora = bias_product(GroupBias(bias.expand(w.shape[0], w.shape[1])), gemm, a.shape[0])
+        bias = bias if lora is None else None
     out, operand, _ = multiply_rows(a, weights, "forward", ends, pad_map, lora=lora)
     assert out is not None
     if pad_map is not None:

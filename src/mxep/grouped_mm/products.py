@@ -445,6 +445,14 @@ class GroupBias(NamedTuple):
     scores: Tensor | None = None
 
 
+def bias_product(bias: GroupBias, gemm: GemmOptions | None, num_rows: int) -> LoraProduct | None:
+    """A bias of that many rows as the product that a GEMM adds before it rounds; None where no GEMM of these options `adds_lora`."""
+    if not adds_lora(gemm, FUSED_RANK):
+        return None
+    inner, factor = direct.group_bias_factors(bias.values, bias.scores, num_rows)
+    return inner, factor
+
+
 def rows_gemm(
     rows: Tensor | RebasedRows,
     weights: Weights,
@@ -474,9 +482,10 @@ def rows_gemm(
         if adds_lora(weights.gemm, lora.a.shape[1]):
             inner = direct.group_lora_inner(lora.x, lora.a, offs, lora.row_map)
             factors = inner, lora.b
-    if bias is not None and factors is None and adds_lora(weights.gemm, FUSED_RANK):
+    if bias is not None and factors is None:
         num_rows = (row_map if row_map is not None else rows.data if isinstance(rows, RebasedRows) else rows).shape[0]
-        factors, bias = direct.group_bias_factors(bias.values, bias.scores, num_rows), None
+        factors = bias_product(bias, weights.gemm, num_rows)
+        bias = bias if factors is None else None
     out = _gemm(rows, weights, which, offs, row_map, padding_rows, factors)
     if lora is not None and inner is None:
         inner = direct.add_group_lora(out, lora.x, lora.a, lora.b, offs, lora.row_map)
