@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "tests" / "programs" / "host_cost.py"
 BUDGETS = {  # call -> most torch operators, most Python function calls
     "MXLinear mxfp8_wgrad_with_hp f+b": (34, 83),
-    "MXLinear mxfp8_wgrad_with_mx f+b": (44, 85),
-    "MXLinear mxfp8 f+b": (75, 126),
-    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (33, 108),
+    "MXLinear mxfp8_wgrad_with_mx f+b": (44, 83),
+    "MXLinear mxfp8 f+b": (75, 119),
+    "MXLinear mxfp8_wgrad_with_mx, kept f+b": (35, 108),  # operators of calls that are not replayed, which look at the weight twice
     "fused_experts hp f+b": (90, 167),
     "fused_experts mxfp8_wgrad_with_hp f+b": (134, 167),
     "fused_experts mxfp8_wgrad_with_mx f+b": (134, 167),

@@ -120,8 +120,8 @@ def problem() -> str:
     return call.problem or ""
 
 
-def check(function: Callable[..., Any], make: Callable[[int], tuple], want: Callable[..., Any], times: int = CALLS) -> None:
-    """Each of several calls with values of their own has the results of `want`; the last ones do not enter `function`."""
+def check(function: Callable[..., Any], make: Callable[[int], tuple], want: Callable[..., Any], times: int = CALLS) -> Any:
+    """Each of several calls with values of their own has the results of `want`; the last ones do not enter `function`. Returns the last."""
     entered = 0
 
     def counted(options: Any, *arguments: Any) -> Any:
@@ -133,9 +133,11 @@ def check(function: Callable[..., Any], make: Callable[[int], tuple], want: Call
     for number in range(times):
         arguments = make(number)
         kept.append(arguments)  # so that memory differs from call to call
-        torch.testing.assert_close(replayed(counted, "options", *arguments), want(*arguments), rtol=0, atol=0)
+        results = replayed(counted, "options", *arguments)
+        torch.testing.assert_close(results, want(*arguments), rtol=0, atol=0)
     assert entered == 6
     assert ready() == [True]
+    return results
 
 
 def lambda_of_two(options: str, x: Tensor) -> Tensor:

@@ -82,6 +82,22 @@ def test_results_of_every_kind() -> None:
     assert ready() == [True]
 
 
+def test_a_result_that_is_all_of_its_memory_is_allocated_as_it_is() -> None:
+    def function(options: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        made, twice, in_operator = doubled(x), doubled(x), doubled(x)
+        in_operator += 1
+        return made.view(2, 2).t(), twice, twice.view(2, 2), in_operator.view(2, 2)
+
+    def want(x: Tensor) -> tuple[Tensor, ...]:
+        y = 2 * x
+        return y.view(2, 2).t(), y, y.view(2, 2), (y + 1).view(2, 2)
+
+    results = check(function, lambda i: (torch.arange(4.0) + i,), want)
+    assert [result._is_view() for result in results] == [False, False, True, True]
+    assert results[0].stride() == (1, 2)
+    assert results[1].data_ptr() == results[2].data_ptr()
+
+
 def test_tensors_in_one_storage() -> None:
     def function(options: str, x: Tensor, y: Tensor) -> Tensor:
         return doubled(x) + doubled(y)

@@ -96,11 +96,6 @@ def _gradients_hp(ctx: Any, saved: Sequence[Any], grad: Tensor) -> tuple[Tensor 
     return d_rows, grad.t() @ rows if needs_w else None, grad.sum(0) if needs_bias else None
 
 
-def _as_group(w: Tensor) -> Tensor:
-    """w (N, K) as the weight of one group; a frozen one past the dispatcher, which costs the host more than a launch."""
-    return w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
-
-
 @in_graph
 class _DenseMM(torch.autograd.Function):
     @staticmethod
@@ -130,8 +125,7 @@ class _DenseMM(torch.autograd.Function):
             out, saved = _multiply_hp(ctx, rows, w, bias)
         else:
             ends = _group_end(rows)
-            out, saved = multiply(ctx, rows, _as_group(w), ends, bias, gemm, kept=kept, lora=lora if fused else None, bias_in_gemm=True)
-            saved = *saved[:-1], w  # of which autograd sees that it was written to
+            out, saved = multiply(ctx, rows, w, ends, bias, gemm, kept=kept, lora=lora if fused else None, bias_in_gemm=True)
         if lora is not None and not fused:
             out.addmm_(lora[0], lora[1][0].t())
         ctx.save_for_backward(ends, *of_adapter, *saved)
@@ -150,9 +144,7 @@ class _DenseMM(torch.autograd.Function):
         if ctx.gemm is None:
             d_rows, d_w, d_bias = _gradients_hp(ctx, saved, d_y)
         else:
-            saved[-1] = _as_group(saved[-1])
             d_rows, d_w, d_bias = gradients(ctx, saved, ends, d_y, needs_x, needs_w, needs_bias, lora)
-            d_w = None if d_w is None else d_w.squeeze(0)
         if d_inner is not None:
             needs_a, needs_b, _, needs_dropped = of_adapter
             d_a = _factor_gradient(d_inner.t(), adapted, ctx.dtypes[0]) if needs_a else None

@@ -69,6 +69,13 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     return row_map, ends
 
 
+def _of_groups(w: torch.Tensor) -> torch.Tensor:
+    """w as (G, N, K); a dense layer's (N, K) is of one group. A frozen one goes past the dispatcher, which costs the host a launch."""
+    if w.dim() == 3:
+        return w
+    return w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
+
+
 def multiply(
     ctx: Any,
     a: torch.Tensor,
@@ -84,13 +91,14 @@ def multiply(
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
     """Forward of an autograd function: rows a (M, K) times weights w (G, N, K) -> (M, N), and what is saved for `gradients`.
 
+    With one group w may be (N, K), and its gradient is.
     `lora`: as in `multiply_rows`.  `bias_in_gemm`: without an adapter the GEMM adds the bias before it rounds, if it `adds_lora`.
     """
     # dgrad multiplies on the path of a's dtype.  A frozen weight keeps no second form.
     one_path = gemm is not None and (a.dtype == gemm.out_dtype or gemm.path_to(a.dtype) == gemm.path_to(gemm.out_dtype))
     ctx.gemm, ctx.a_like, ctx.weight_dtype, ctx.kept, ctx.main_grad = gemm, (a.shape[0], a.dtype), weight_dtype, kept, main_grad
     ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
-    weights = None if kept is None or gemm is None else Weights(w, None, gemm, kept, dtype=weight_dtype)
+    weights = None if kept is None or gemm is None else Weights(_of_groups(w), None, gemm, kept, dtype=weight_dtype)
     form = (None, None) if weights is None else weights.cached("forward")
     for_dgrad = one_path and all(ctx.needs_input_grad[:2])
     out, saved = replayed(_multiply, (gemm, weight_dtype, for_dgrad and form[0] is None, bias_in_gemm), a, w, offs, bias, form, lora)
@@ -110,6 +118,7 @@ def _multiply(
 ) -> tuple[torch.Tensor, ForBackward]:
     """What `multiply` does on the device: the result, and what is saved but for w. `form`: what it reads of w, from a cache."""
     gemm, weight_dtype, for_dgrad, bias_in_gemm = options
+    w = _of_groups(w)
     pad_map, ends = _pad_map(offs, a.shape[0]) if gemm is not None and gemm.pad_groups else (None, offs)
     weights = Weights(w, None, gemm, dtype=weight_dtype, forward=form)
     dgrad_form = weights.make_both() if for_dgrad else (None, None)
@@ -143,7 +152,7 @@ def gradients(
     form, made = (dgrad_data, dgrad_scale), ctx.saved.again(kept)
     d_gemm = ctx.gemm if ctx.gemm is None or ctx.gemm.out_dtype == ctx.a_like[1] else ctx.gemm.with_out_dtype(ctx.a_like[1])
     if needs_a and form[0] is None and not made.has(_DGRAD) and ctx.kept is not None and d_gemm is not None:
-        form = Weights(w, None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=form).cached("dgrad")
+        form = Weights(_of_groups(w), None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=form).cached("dgrad")
     needs = needs_a, needs_w, needs_bias and ctx.bias_like is not None
     options = ctx.gemm, d_gemm, ctx.a_like, ctx.weight_dtype, ctx.bias_like, needs
     d_a, d_w, d_bias = replayed(_gradients, options, grad, made, form, w, offs, ctx.main_grad, lora)
@@ -168,7 +177,7 @@ def _gradients(
     grad = grad if isinstance(grad, MXTensor) and gemm is not None else dequantize_data(grad).contiguous()
     d_w = None
     d_bias = bias_grad(dequantize_data(grad), offs, *bias_like) if needs_bias else None
-    weights = Weights(w, None, d_gemm, dtype=weight_dtype, dgrad=form)
+    weights = Weights(_of_groups(w), None, d_gemm, dtype=weight_dtype, dgrad=form)
     d_a, operand, row_map = multiply_rows(grad, weights, "dgrad", ends, pad_map, needs_a, needs_w, lora)
     if d_a is not None and pad_map is not None:
         d_a = scatter(d_a, pad_map, num_rows)
@@ -179,6 +188,7 @@ def _gradients(
         both = operand, saved_operand(data, scale, a_dtype, gemm)
         if main_grad is None:
             d_w = wgrad_gemm(*both, ends, gemm, weights.wgrad_dtype, *maps, weights.transposed).to(w.dtype)
+            d_w = d_w if w.dim() == 3 else d_w.squeeze(0)
         else:
             add_wgrad(main_grad, *both, ends, gemm, *maps)
     return d_a, d_w, d_bias

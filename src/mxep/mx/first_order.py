@@ -9,6 +9,7 @@ function's part out in silence wherever x is reached another way (a residual, a 
 from __future__ import annotations
 
 import functools
+from itertools import compress
 from typing import Any, TypeVar
 
 import torch
@@ -39,7 +40,7 @@ def first_order(function: _Function) -> _Function:
 
     @functools.wraps(forward)
     def linked(ctx: Any, *args: Any) -> Any:
-        sources = [arg for arg, needed in zip(args, ctx.needs_input_grad, strict=True) if needed]
+        sources = [*compress(args, ctx.needs_input_grad)]
         if sources:
             torch._C._set_grad_enabled(True)  # torch has switched it off for forward; a context manager would be four calls more
             try:

@@ -244,6 +244,7 @@ class CallRecorder(TorchDispatchMode):
         self.device = tensors[0].device
         self.slots = [_Slot(tensor) for tensor in tensors]  # held, so that no address is used twice
         self._num_given = len(tensors)
+        self._own_results = set[int]()  # slots whose own tensors are results
 
     def unknown(self, what: str) -> None:
         """Something that cannot be repeated: nothing more is noted, and no memory held."""
@@ -277,13 +278,33 @@ class CallRecorder(TorchDispatchMode):
         for number in of_storage:
             own = self.slots[number].tensor
             if layout == _layout(own) and not (is_result and number < self._num_given and tensor is not own):
+                self._own_results |= {number} if is_result else set()
                 return View(number)
+        if is_result and self._allocates_as(tensor, of_storage):
+            return View(of_storage[0])
         for number in of_storage:
             base = self.slots[number].tensor
             first, same_size = base.storage_offset(), tensor.element_size() == base.element_size()
             if (same_size and layout[-1] >= first) or (base.is_contiguous() and not first):
                 return View(number, *layout[:-1], layout[-1] - first)
         raise NotReplayableError(f"a {tuple(tensor.shape)} {tensor.dtype} that is no view of what it was given or has made")
+
+    def _allocates_as(self, result: Tensor, slots: list[int]) -> bool:
+        """Whether the memory of a result is now allocated as the result itself, so that no call makes a view of it.
+
+        It is all of that memory, launches alone fill it, and it is no other result.
+        """
+        spanned = 1 + sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
+        of_operators = set[int]().union(*(step.slots for step in self.steps if isinstance(step, Operator)))
+        if result.storage_offset() or result.numel() != spanned or self._own_results | of_operators >= set(slots):
+            return False
+        for i, step in enumerate(self.steps):
+            if isinstance(step, Allocation) and [step.slot] == slots and step.nbytes == result.nbytes:
+                self.steps[i] = step._replace(shape=result.shape, strides=result.stride(), dtype=result.dtype)
+                self.slots[step.slot].tensor = result
+                self._own_results.add(step.slot)
+                return True
+        return False
 
     # ---- operators of torch
 
