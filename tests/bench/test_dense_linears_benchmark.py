@@ -25,7 +25,7 @@ def test_record_and_table() -> None:
     arms = {"linear", "linear_compiled", *dense_linears.OURS}
     assert {name.rsplit("_", 1)[0] for name in record["arms"]} == arms | {"dense_fp8", "dense_hp_wgrad"}
     assert set(record["ratios"]) == {f"{arm}_vs_linear" for arm in dense_linears.OURS}
-    assert set(record["errors"]) == set(record["host_us"]) == arms
+    assert set(record["errors"]) == set(record["host_us"]) == set(record["host_us_calling_thread"]) == arms
     assert all(us > 0 for us in record["host_us"].values())
     assert set(record["host_us_asked"]) == set(dense_linears.OURS)
     assert record["errors"]["mx_kept"] == record["errors"]["mx"]

@@ -20,12 +20,13 @@ from mxep.bench.records import (
     record_place,
     routing_of,
 )
-from mxep.bench.tables import device_us
+from mxep.bench.tables import device_us, shape_text
 from mxep.bench.training import BASELINE, DEGREES, LAST_LOSSES, LAYERS, UTILIZATIONS, loss_gaps_text, mean_ms, share_text, utilizations
 from mxep.train.metrics import read_metrics
 
 Records = Sequence[Record]
 Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
+_HOST_FIELDS = "host_us", "host_us_calling_thread"
 _ROWS_COLUMNS = {
     "": "from MX bytes",
     "rebased_": "rebased",
@@ -246,19 +247,22 @@ def _peers_speeds(record: Record, arms: Sequence[str], timed: str, tokens: str) 
 
 
 def _peers_table(record: Record) -> str:
-    ms, shape = median_ms(record), record["shape"]
-    rows = []
+    ms, rows = median_ms(record), []
     for arm, errors in record["errors"].items():
         total = ms[f"{arm}_total"]
         times = (f"{ms[f'{arm}_{stage}']:.2f}" for stage in ("forward", "backward", "total"))
         off = (f"{error['all']:.2%} / {error['row']:.1%}" if "row" in error else f"{error['all']:.2%}" for error in errors.values())
-        kept, host_ms = f"{record['saved_bytes'][arm] / 2**20:.0f}", f"{record['host_us'][arm] / 1e3:.2f}"
-        rows.append([f"`{arm}`", *times, f"{ms[f'{peers.COMPILED}_total'] / total:.2f}x", *off, kept, host_ms])
-    sizes = ", ".join(f"{key} {shape[key]}" for key in "TDHE")
-    title = f"{record_place(record)}, {record['model']}, {sizes}, top {shape['C']}, {record['routing']}"
+        kept, host = f"{record['saved_bytes'][arm] / 2**20:.0f}", (_host_us(record, field, [arm]) for field in _HOST_FIELDS)
+        rows.append([f"`{arm}`", *times, f"{ms[f'{peers.COMPILED}_total'] / total:.2f}x", *off, kept, *host])
     off_columns = (f"error of {name}, all / worst row" for name in peers.RESULTS)
-    columns = "forward, ms", "backward", "both", f"against `{peers.COMPILED}`", *off_columns, "kept, MiB", "host, ms"
-    return markdown([title, *columns], rows)
+    times_columns = "forward, ms", "backward", "both", f"against `{peers.COMPILED}`"
+    columns = *times_columns, *off_columns, "kept, MiB", "host, us", "the same, backward in the calling thread"
+    return markdown([f"{record_place(record)}, {record['model']}, {shape_text(record)}", *columns], rows)
+
+
+def _host_us(record: Record, field: str, arms: Iterable[str]) -> str:
+    """ "-": a record from before there was such a field."""
+    return " / ".join(f"{record[field][arm]:.0f}" for arm in arms) if field in record else "-"
 
 
 def linears_table(records: Records) -> str:
@@ -270,10 +274,11 @@ def linears_table(records: Records) -> str:
         what = f"{record_place(record)}, {shape['T']} tokens, {shape['K']} -> {shape['N']}"
         speeds = (_ratio_of_limit(record, f"{arm}_vs_linear") for arm in arms)
         off = " / ".join(f"{record['errors'][arm]['dw']['all']:.2%}" for arm in arms)
-        host = " / ".join(f"{record['host_us'][arm]:.0f}" for arm in (dense_linears.LINEAR, *arms))
-        rows.append([what, f"{ms[f'{dense_linears.LINEAR}_total']:.2f} ms", *speeds, off, host])
+        host = (_host_us(record, field, (dense_linears.LINEAR, *arms)) for field in _HOST_FIELDS)
+        rows.append([what, f"{ms[f'{dense_linears.LINEAR}_total']:.2f} ms", *speeds, off, *host])
     names = " / ".join(f"`{arm}`" for arm in arms)
-    columns = "forward + backward: `linear`", *(f"`{arm}`" for arm in arms), f"error of dW, {names}", f"host, us: `linear` / {names}"
+    host_columns = f"host, us: `linear` / {names}", "the same, backward in the calling thread"
+    columns = "forward + backward: `linear`", *(f"`{arm}`" for arm in arms), f"error of dW, {names}", *host_columns
     return markdown(["a dense linear layer", *columns], rows)
 
 

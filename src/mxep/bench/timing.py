@@ -274,8 +274,14 @@ def host_facts(calls: Mapping[str, Call], device: torch.device, batch: int = _BA
 
 
 def host_facts_of(arms: Mapping[str, Arm], device: torch.device, batch: int) -> dict[str, Any]:
-    """`host_facts` of all stages of each arm."""
-    return host_facts({name: partial(run_arm, arm) for name, arm in arms.items()}, device, batch)
+    """`host_facts` of all stages of each arm, and `host_us_calling_thread`: the same with backward in the calling thread.
+
+    By default torch runs backward of a GPU's tensors in a thread of its own, which costs the host more.
+    """
+    calls = {name: partial(run_arm, arm) for name, arm in arms.items()}
+    found = host_facts(calls, device, batch)
+    with torch.autograd.set_multithreading_enabled(False):
+        return found | {"host_us_calling_thread": host_facts(calls, device, batch)["host_us"]}
 
 
 def host_batches_us(call: Call, device: torch.device, batch: int) -> list[float]:
