@@ -36,6 +36,7 @@ from mxep.models.huggingface_files import INDEX, SINGLE, PublishedFiles, check_n
 from mxep.models.huggingface_shape import read_shape
 from mxep.models.presets import ModelConfig
 from mxep.mx import MXTensor, quantize_mx
+from mxep.private_folders import scratch_folder
 from mxep.shapes import MX_BLOCK
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -232,18 +233,15 @@ def convert_published(
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that is filled under another name, and gets its own at the end; removed if that fails."""
-    if folder.exists():
+    """A folder that is filled under another name, of this call alone, and gets its own at the end; removed if that fails."""
+    if os.path.lexists(folder):  # a link that leads nowhere too: no folder can take its name
         raise ValueError(f"{folder} exists already, want the name of a new folder")
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_folder("folder", folder.parent) as scratch:
+        partial = scratch / "partial"
+        partial.mkdir()
         yield partial
         os.replace(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
