@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -170,6 +171,24 @@ def test_invalid_folders_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="link exists already"):
         convert_published(tmp_path / "mx_plain", tmp_path / "link")
     assert {path.name for path in tmp_path.iterdir()} == {"link", "mx", "mx_plain", "one"}
+
+
+@pytest.mark.parametrize("mxfp8", [False, True])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (5, 64)),
+        ("model.layers.1.mlp.experts.3.down_proj.weight", (64,)),
+        ("model.layers.1.mlp.experts.0.up_proj.weight", (0, 64)),
+    ],
+)
+def test_tensors_of_another_shape_are_not_converted(name: str, shape: tuple[int, ...], mxfp8: bool, tmp_path: Path) -> None:
+    stored = write(CONFIGS["qwen3"], tmp_path / "mx")
+    save_file({**stored, name: torch.zeros(shape)}, tmp_path / "mx_plain" / SINGLE)
+    message = rf"{re.escape(name)} is {re.escape(str(shape))}, want {re.escape(str(tuple(stored[name].shape)))}"
+    with pytest.raises(ValueError, match=message):
+        convert_published(tmp_path / "mx_plain", tmp_path / "out", mxfp8=mxfp8)
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_conversions_to_one_folder(tmp_path: Path) -> None:
