@@ -250,7 +250,8 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     """A folder that is filled under another name, of this call alone, and gets its own at the end; removed if that fails."""
     if os.path.lexists(folder):  # a link that leads nowhere too: no folder can take its name
         raise ValueError(f"{folder} exists already, want the name of a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not folder.parent.exists():  # else it may be a file, which the next line reports
+        folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder("folder", folder.parent) as scratch:
         partial = scratch / "partial"
         partial.mkdir()
