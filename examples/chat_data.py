@@ -25,13 +25,21 @@ def option_parser(description: str | None, saved: str, lr: float) -> argparse.Ar
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a published model (default: a tiny one with random weights)")
     parser.add_argument("--data", type=Path, help='.jsonl of {"messages": [...]} or {"text": ...} (default: a few conversations)')
-    parser.add_argument("--out", type=Path, help=f"folder for the {saved} (default: not saved)")
+    parser.add_argument("--out", type=_folder, help=f"folder for the {saved} (default: not saved)")
     parser.add_argument("--steps", type=int, default=20, help="(default %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="sequences a step (default %(default)s)")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens a sequence (default %(default)s)")
     parser.add_argument("--lr", type=float, default=lr, help="(default %(default)s)")
     parser.add_argument("--memory-gib", type=float, help="limit within which activations are kept (default: 90%% of the GPU's memory)")
     return parser
+
+
+def _folder(name: str) -> Path:
+    """Of --out: transformers and peft write nothing where a file has that name."""
+    path = Path(name)
+    if (path if path.exists() else path.parent).is_file():
+        raise argparse.ArgumentTypeError(f"{name} is a file or below one, want the name of a folder")
+    return path
 
 
 def make_tiny_folder(folder: Path) -> Path:
@@ -48,21 +56,31 @@ def make_tiny_folder(folder: Path) -> Path:
     return folder
 
 
+def _record(data: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{data} line {number} is not JSON: {error}") from error
+    if not isinstance(record, dict) or not {"messages", "text"} & record.keys():
+        got = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"{data} line {number} has {got}, want messages or text")
+    return record
+
+
 def read_sequences(folder: Path, data: Path | None, seq_len: int) -> Tensor:
     """Sequences (N, seq_len) int64 of conversations: a .jsonl of {"messages": [...]} or {"text": ...}, or the tiny ones of this file.
 
     Conversations follow each other; what is left of the last sequence is dropped.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    records = CONVERSATIONS if data is None else [json.loads(line) for line in data.read_text().splitlines() if line.strip()]
+    lines = [] if data is None else data.read_bytes().splitlines()  # of bytes: at \n and \r alone
+    records = CONVERSATIONS if data is None else [_record(data, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     tokens: list[int] = []
-    for number, record in enumerate(records, 1):
+    for record in records:
         if "messages" in record:
             text = tokenizer.apply_chat_template(record["messages"], tokenize=False)
-        elif "text" in record:
-            text = record["text"] + (tokenizer.eos_token or "")
         else:
-            raise ValueError(f"{data}: record {number} has {', '.join(record)}, want messages or text")
+            text = record["text"] + (tokenizer.eos_token or "")
         tokens += tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(tokens) < seq_len:
         raise ValueError(f"{data}: {len(tokens)} tokens in all, want {seq_len} for one sequence; lower --seq-len")

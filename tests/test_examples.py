@@ -165,6 +165,26 @@ def test_lora_example(tmp_path: Path) -> None:
     assert (tmp_path / "adapter/adapter_model.safetensors").exists()
 
 
+def test_data_and_folders_of_the_fine_tuning_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings may hold every line separator of Unicode; a file has no room for a model, which is said before the first step."""
+    pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import chat_data
+
+    folder, data = chat_data.make_tiny_folder(tmp_path / "model"), tmp_path / "chat.jsonl"
+    record = json.dumps({"text": "a\u2028b\x85c\x0bd"}, ensure_ascii=False)
+    data.write_text(f"{record}\n\n{record}\n")
+    assert chat_data.read_sequences(folder, data, 22).shape == (1, 22)
+    for line, says in (('{"text": "a', "line 4 is not JSON"), ('{"body": 1}', "line 4 has body, want"), ('"text"', "line 4 has str, want")):
+        data.write_text(f"{record}\n\n{record}\n{line}\n")
+        with pytest.raises(ValueError, match=says):
+            chat_data.read_sequences(folder, data, 8)
+    for out in (data, data / "tuned"):
+        with pytest.raises(SystemExit):
+            chat_data.option_parser("", "model", 1e-3).parse_args(["--out", str(out)])
+    assert chat_data.option_parser("", "model", 1e-3).parse_args(["--out", str(tmp_path / "new")]).out == tmp_path / "new"
+
+
 def test_full_fine_tuning_example(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="its quantised moments")
     check_losses(run_example("finetune_full.py", "--out", str(tmp_path / "tuned")))

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tests.chat_data import write_chat_tokenizer, write_conversations
 
 from mxep.cli import main
 from mxep.commands.generate import GenerateConfig, draw_token, stream
+from mxep.models.huggingface_files import SINGLE
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.trainer import Trainer
@@ -112,6 +114,33 @@ def test_the_lowest_temperatures_take_the_most_likely_token() -> None:
     assert {draw_token(logits, temperature, 1.0, generator) for temperature in (1e-300, 1e-40, 1e-3, 0.0)} == {1}
 
 
+def test_the_most_likely_token_is_left_of_the_smallest_share() -> None:
+    logits, generator = torch.tensor([0.0, 9.0, 8.0]), torch.Generator().manual_seed(0)
+    assert {draw_token(logits, 1.0, top_p, generator) for top_p in (1e-300, 1e-40, 1e-3)} == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_diverged(temperature: float, of_bytes: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "published"
+    assert main(["convert", str(of_bytes), str(folder)]) == 0
+    stored = load_file(folder / SINGLE)
+    save_file({**stored, "model.norm.weight": stored["model.norm.weight"] * torch.nan}, folder / SINGLE)
+    with pytest.raises(ValueError, match=r"published has logits that are no finite numbers; take an earlier checkpoint"):
+        list(stream(GenerateConfig(folder, "The caf", temperature=temperature, device="cpu")))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(of_bytes: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "published"
+    assert main(["convert", str(of_bytes), str(folder)]) == 0
+    stored, described = load_file(folder / SINGLE), json.loads((folder / "config.json").read_text())
+    rows = {name: stored[name][:104].contiguous() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file({**stored, **rows}, folder / SINGLE)
+    (folder / "config.json").write_text(json.dumps({**described, "vocab_size": 104}))
+    assert len("".join(stream(GenerateConfig(folder, "abc", 2, device="cpu")))) >= 3
+    with pytest.raises(ValueError, match=r"the prompt has token 104 of the tokenizer of .*published, want one below .* 104"):
+        list(stream(GenerateConfig(folder, "fgh", 2, device="cpu")))
+
+
 def test_a_chat(of_chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The template asks for the answer, which ends at the end of the turn, though EOS is another token."""
     for asked, said in (("hi", "good day."), ("bye", "see you.")):
@@ -125,6 +154,7 @@ def test_a_chat(of_chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["x", "--max-new-tokens", "0"], "--max-new-tokens=0, want 1 or more"),
         (["x", "--temperature", "-1"], "--temperature=-1.0, want 0 or more"),
         (["x", "--top-p", "0"], "--top-p=0.0, want more than 0"),
+        (["x", "--seed", str(2**64)], f"--seed={2**64}, want a number of at most 64 bits"),
         (["--chat"], "--chat without a prompt"),
         (["x", "--chat"], "got tokens of bytes"),
         (["x", "--step", "7"], "no checkpoint of step 7"),

@@ -39,6 +39,10 @@ def test_forms_of_routers() -> None:
     assert router_form(nn.Linear(4, 4)) is None
     done = transformers_5.accelerate(model_of("GraniteMoe"), MX, linears=None)
     assert "GraniteMoeTopKRouter, which routes in another way" in str(done)
+    double = model_of().double()
+    assert router_form(routers_of(double)[0]) is None
+    with pytest.raises(ValueError, match=r"can be converted[\s\S]*TopKRouter, which routes in another way or dtype"):
+        transformers_5.accelerate(double, MX)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -163,4 +167,63 @@ def test_invalid_folders_are_not_written(tmp_path: Path) -> None:
     save_file({name: value for name, value in stored.items() if name != "model.norm.weight"}, tmp_path / "mx" / SINGLE)
     with pytest.raises(ValueError, match=r"1 tensors are missing, model\.norm\.weight first"):
         convert_published(tmp_path / "mx", tmp_path / "out")
-    assert not list(tmp_path.glob("*out*"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="link exists already"):
+        convert_published(tmp_path / "mx_plain", tmp_path / "link")
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "mx", "mx_plain", "one"}
+
+
+@pytest.mark.parametrize("mxfp8", [False, True])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (5, 64)),
+        ("model.layers.1.mlp.experts.3.down_proj.weight", (64,)),
+        ("model.layers.1.mlp.experts.0.up_proj.weight", (0, 64)),
+    ],
+)
+def test_tensors_of_another_shape_are_not_converted(name: str, shape: tuple[int, ...], mxfp8: bool, tmp_path: Path) -> None:
+    stored = write(CONFIGS["qwen3"], tmp_path / "mx")
+    save_file({**stored, name: torch.zeros(shape)}, tmp_path / "mx_plain" / SINGLE)
+    message = rf"{re.escape(name)} is {re.escape(str(shape))}, want {re.escape(str(tuple(stored[name].shape)))}"
+    with pytest.raises(ValueError, match=message):
+        convert_published(tmp_path / "mx_plain", tmp_path / "out", mxfp8=mxfp8)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_conversions_to_one_folder(tmp_path: Path) -> None:
+    """The second starts while the first writes, and the first ends while the second writes: the folder is the first's."""
+    write(CONFIGS["qwen3"], tmp_path / "mx")
+    second_writes, first_ended = Event(), Event()
+
+    def convert(mxfp8: bool, during: Callable[[], object]) -> None:
+        told: list[str] = []
+
+        def report(text: str) -> None:
+            told.append(text)
+            if len(told) == 5:
+                during()
+
+        convert_published(tmp_path / "mx_plain", tmp_path / "out", file_bytes=20_000, mxfp8=mxfp8, report=report)
+
+    def wait_for_first() -> None:
+        second_writes.set()
+        assert first_ended.wait(60)
+
+    with ThreadPoolExecutor(1) as thread:
+
+        def start_second() -> None:
+            found.append(thread.submit(convert, True, wait_for_first))
+            assert second_writes.wait(60)
+
+        found: list[Future[None]] = []
+        try:
+            convert(False, start_second)
+        finally:
+            first_ended.set()
+        with pytest.raises(OSError, match="out"):
+            found[0].result()
+    want, got = folder_tensors(tmp_path / "mx_plain"), folder_tensors(tmp_path / "out")
+    assert got.keys() == want.keys()
+    assert all(same_bytes(got[name], value) for name, value in want.items())
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "mx", "mx_plain"}

@@ -308,6 +308,15 @@ def test_modules_that_cannot_be_converted(make: Any, options: dict[str, Any], wo
         mxep.quantize_base(make(), **options)
 
 
+@pytest.mark.parametrize("last", [nn.Linear(40, 64), nn.Linear(64, 64).half()], ids=["width", "dtype"])
+def test_an_error_leaves_every_weight_as_it_was(last: nn.Linear) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), last)
+    with raises_naming("quantize_base: 1.weight"):
+        mxep.quantize_base(model)
+    assert type(model[0].weight.data) is torch.Tensor
+    assert model[0].weight.requires_grad
+
+
 def test_tied_weights_are_refused() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
     model.head.weight = model.embed.weight

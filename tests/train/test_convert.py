@@ -90,6 +90,8 @@ def test_a_run_and_folders_in_mxfp8(tmp_path: Path, text: str, one_rank: None, c
     assert main(["convert", str(tmp_path / "first"), str(tmp_path / "mx"), "--dtype", "mxfp8"]) == 0
     assert main(["convert", str(tmp_path / "mx"), str(tmp_path / "bf16")]) == 0
     assert f"{tmp_path / 'mx'} -> {tmp_path / 'bf16'}, bfloat16" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "mx"), str(tmp_path / "third"), "--drop-expert-bias"]) == 2
+    assert "--drop-expert-bias, but" in capsys.readouterr().err
     transformers = pytest.importorskip("transformers", reason="the oracle is a development tool")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "bf16").decode([104, 105]) == "hi"
     described = json.loads((tmp_path / "mx" / "config.json").read_text())

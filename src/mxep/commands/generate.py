@@ -56,6 +56,8 @@ class GenerateConfig:
             raise ValueError(f"--temperature={self.temperature}, want 0 or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p={self.top_p}, want more than 0 and at most 1")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"--seed={self.seed}, want a number of at most 64 bits")
         if self.chat and not self.prompt:
             raise ValueError("--chat without a prompt, want the user's message")
 
@@ -99,6 +101,11 @@ def stream(config: GenerateConfig) -> Iterator[str]:
     longest = model.config.max_seq_len
     if len(ids) >= longest:
         raise ValueError(f"generate: a prompt of {len(ids)} tokens, want fewer than the model's {longest}")
+    if (last := max(ids)) >= model.config.vocab_size:
+        raise ValueError(
+            f"generate: the prompt has token {last} of the tokenizer of {what}, want one below the model's vocab_size "
+            f"{model.config.vocab_size}; put the model's own tokenizer there"
+        )
     print(f"{what}, {device.type}, {str(dtype).removeprefix('torch.')}, no KV cache", file=sys.stderr)
     shown = len(tokenizer.decode(ids))
     if not config.chat:
@@ -108,7 +115,10 @@ def stream(config: GenerateConfig) -> Iterator[str]:
     for _ in range(limit):
         with torch.no_grad():
             logits = model(tokens)[0, -1, : tokenizer.vocab_size]  # the model may have more words
-        token = draw_token(logits.float().cpu(), config.temperature, config.top_p, generator)  # on the CPU: the same draws on every device
+        logits = logits.float().cpu()  # where draws are the same for every device
+        if not logits.isfinite().all():
+            raise ValueError(f"generate: {what} has logits that are no finite numbers; take an earlier checkpoint (--step)")
+        token = draw_token(logits, config.temperature, config.top_p, generator)
         if token in stop:
             break
         tokens = torch.cat([tokens, tokens.new_tensor([[token]])], dim=1)
@@ -153,5 +163,5 @@ def draw_token(logits: Tensor, temperature: float, top_p: float, generator: torc
         return int(logits.argmax())
     below = (logits - logits.max()).double() / temperature  # float32 has no temperatures below 1e-45
     likely, tokens = torch.softmax(below.float(), dim=0).sort(descending=True)
-    likely[likely.cumsum(0) - likely >= top_p] = 0.0
+    likely[1:][likely.cumsum(0)[:-1] >= top_p] = 0.0  # the most likely one is always left
     return int(tokens[torch.multinomial(likely, 1, generator=generator)])

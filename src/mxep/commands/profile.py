@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from mxep.bench.ranks import is_rank, rank_group, start_ranks
 from mxep.bench.tables import table_of
 from mxep.device import device_type_of
 from mxep.fused.network_profiler import WAYS, ExchangeTime, NetworkProfile, NetworkProfiler
+from mxep.recipe import resolve_recipe
+from mxep.shapes import MX_BLOCK
 
 _NAMES = {"rank_dedup": "rank_dedup", "all_to_all": "all_to_all", "all_ranks": "all_gather / reduce_scatter"}
 _PRECISIONS = ("mxfp8", "hp")
@@ -43,9 +46,26 @@ def _histogram(path: Path | None) -> torch.Tensor | None:
         counts = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"--histogram {path}: {error}; want a JSON list of E counts") from error
-    if not isinstance(counts, list) or not all(isinstance(count, int | float) for count in counts):
-        raise ValueError(f"--histogram {path}: want a JSON list of E counts")
+    numbers = isinstance(counts, list) and all(type(count) in (int, float) and 0 <= count < math.inf for count in counts)
+    if not numbers or not any(counts):
+        raise ValueError(f"--histogram {path}: want a JSON list of E counts of at least 0, not all 0")
     return torch.tensor(counts, dtype=torch.float64)
+
+
+def _check(options: argparse.Namespace, histogram: torch.Tensor | None) -> None:
+    """Raise ValueError for options that no ranks can measure, before these start."""
+    for name in ("tokens", "dim", "top_k", "experts", "nproc"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')}={value}, want 1 or more")
+    if options.dim % MX_BLOCK:
+        raise ValueError(f"--dim={options.dim}, want a multiple of {MX_BLOCK} (one MX block)")
+    if histogram is not None and options.experts not in (None, histogram.numel()):
+        raise ValueError(f"--experts={options.experts}, but --histogram has {histogram.numel()} counts; leave --experts out")
+    if (experts := options.experts if histogram is None else histogram.numel()) is not None and options.top_k > experts:
+        raise ValueError(f"--top-k={options.top_k} of {experts} experts, want as many experts or more")
+    resolve_recipe(options.recipe)
+    if (out := options.out) is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ValueError(f"--out={out}, want the name of a file in a folder that exists")
 
 
 def _table(found: NetworkProfile) -> Table:
@@ -70,10 +90,11 @@ def command(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     device_type = device_type_of(options.device)
     histogram = _histogram(options.histogram)
+    _check(options, histogram)
     if not is_rank():
         return 1 if start_ranks(["profile", *argv], device_type, options.nproc) else 0
     with rank_group(True, device_type) as (device, group):
-        experts = options.experts or (None if histogram is None else histogram.numel())
+        experts = options.experts if histogram is None else histogram.numel()
         profiler = NetworkProfiler(
             options.tokens, options.dim, options.top_k, num_experts=experts, group=group, recipe=options.recipe, device=device
         )

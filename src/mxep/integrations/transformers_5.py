@@ -478,7 +478,7 @@ def _accelerate_routers(model: PreTrainedModel, done: Acceleration) -> None:
         if "forward" in vars(module):
             done.left[name] = _OWN_FORWARD
         elif (form := router_form(module)) is None:
-            done.left[name] = f"{type(module).__name__}, which routes in another way than our kernels"
+            done.left[name] = f"{type(module).__name__}, which routes in another way or dtype than our kernels"
         else:
             done._undo.append(convert_router(module, form))
             done.converted[name] = "router, two kernels"

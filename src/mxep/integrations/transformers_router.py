@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.moe.router import RouterProduct, RouteTokens
+from mxep.ops.routing.router_reference import LOGITS
 from mxep.parallel.forwards import replace_forward
 
 _PROBED_TOKENS, _PROBED_LOGITS = 16, 256
@@ -39,7 +40,7 @@ class RouterForm(NamedTuple):
 
 def router_form(router: nn.Module) -> RouterForm | None:
     """How a module routes, found by running its class's forward on bf16 values on a CPU; None: it is no router, or routes in another way,
-    perhaps only in training.
+    perhaps only in training, or in float64.
 
     Modules whose class is called ...Router, with a weight (E, D), `top_k`, and (logits, weights, experts) as outputs, are tried.
     """
@@ -48,6 +49,8 @@ def router_form(router: nn.Module) -> RouterForm | None:
     if not kind.__name__.endswith("Router") or weight is None or weight.dim() != 2 or not hasattr(router, "top_k"):
         return None
     tensors = *router.named_parameters(recurse=False), *router.named_buffers(recurse=False)
+    if any(tensor.is_floating_point() and tensor.dtype not in LOGITS for _, tensor in tensors):
+        return None
     shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
     with torch.device("cpu"):
         of_modes = {_form_of(kind, shapes, (*_attributes(router), ("training", mode))) for mode in (False, True)}

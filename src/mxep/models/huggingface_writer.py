@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mxep.models.families import build_model
 from mxep.models.huggingface import (
     CONFIG_JSON,
     GENERATION_JSON,
@@ -36,6 +37,8 @@ from mxep.models.huggingface_files import INDEX, SINGLE, PublishedFiles, check_n
 from mxep.models.huggingface_shape import read_shape
 from mxep.models.presets import ModelConfig
 from mxep.mx import MXTensor, quantize_mx
+from mxep.private_folders import scratch_folder
+from mxep.recipe import resolve_recipe
 from mxep.shapes import MX_BLOCK
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -208,11 +211,15 @@ def convert_published(
         report: takes a progress message after each tensor.
 
     Raises:
-        ValueError: `folder` exists, another architecture, missing or unknown tensors, damaged files.
+        ValueError: `folder` exists, another architecture, missing or unknown tensors, tensors of other shapes, damaged files.
     """
     shape, _ = read_shape(source)
     files = PublishedFiles(source)
     check_names(files, shape)
+    wanted = _published_shapes(shape)
+    for name in files.names:
+        if name in wanted:  # else of multi-token prediction
+            files.check_shape(name, wanted[name])
     described = {key: value for key, value in files.described.items() if key != "quantization_config"}
     with _new_folder(folder) as partial:
         weights = WeightFiles(partial, file_bytes, report)
@@ -230,20 +237,26 @@ def convert_published(
                 shutil.copyfile(path, target)
 
 
+def _published_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model, by its published name."""
+    with torch.device("meta"):
+        model = build_model(config, resolve_recipe("hp"))
+    names = published_names(config)
+    return {other: tuple(tensor.shape)[is_stacked(name) :] for name, tensor in model.state_dict().items() for other in names[name]}
+
+
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that is filled under another name, and gets its own at the end; removed if that fails."""
-    if folder.exists():
+    """A folder that is filled under another name, of this call alone, and gets its own at the end; removed if that fails."""
+    if os.path.lexists(folder):  # a link that leads nowhere too: no folder can take its name
         raise ValueError(f"{folder} exists already, want the name of a new folder")
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    if not folder.parent.exists():  # else it may be a file, which the next line reports
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_folder("folder", folder.parent) as scratch:
+        partial = scratch / "partial"
+        partial.mkdir()
         yield partial
         os.replace(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

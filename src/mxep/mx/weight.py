@@ -59,6 +59,15 @@ class KeptForms:
         return KeptForms(self._written)
 
 
+def check_weight(weight: torch.Tensor, transposed: bool) -> None:
+    """Raise ValueError for a shape or dtype that MXFP8 does not have; `transposed` as in `MXWeight.of`."""
+    if weight.dim() < 2 or weight.dtype not in HIGH_PRECISION or weight.shape[-2 if transposed else -1] % MX_BLOCK:
+        raise ValueError(
+            f"{_WHERE}: {tuple(weight.shape)} {weight.dtype}, want bfloat16 or float32 of two dimensions or more, and a multiple of "
+            f"{MX_BLOCK} (one MX block) in the {'second last' if transposed else 'last'}; leave it out"
+        )
+
+
 class MXWeight(MXTensor):
     """A frozen weight (..., N, K), or (..., K, N) where it is `transposed`, in MX format.
 
@@ -110,11 +119,7 @@ class MXWeight(MXTensor):
         Raises:
             ValueError: a shape or dtype that MXFP8 does not have.
         """
-        if weight.dim() < 2 or weight.dtype not in HIGH_PRECISION or weight.shape[-2 if transposed else -1] % MX_BLOCK:
-            raise ValueError(
-                f"{_WHERE}: {tuple(weight.shape)} {weight.dtype}, want bfloat16 or float32 of two dimensions or more, and a multiple of "
-                f"{MX_BLOCK} (one MX block) in the {'second last' if transposed else 'last'}; leave it out"
-            )
+        check_weight(weight, transposed)
         kept = KeptForms() if keep_dgrad_form else None
         return MXWeight(*_quantized(weight, transposed), weight.dtype, transposed, kept)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.checks import check_model
 from mxep.moe import Experts, Router
-from mxep.mx.weight import MXWeight
+from mxep.mx.weight import MXWeight, check_weight
 from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, shown_names
 from mxep.parallel.linears import ADAPTERS, KEPT_APART
 
@@ -77,7 +77,7 @@ def quantize_base(
 
     Raises:
         ValueError: a name that matches no such weight, nothing to convert, a sharded weight, one that is shared with another module, a
-            dtype or width that MXFP8 does not have.
+            dtype or width that MXFP8 does not have. No weight is changed then.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
@@ -88,9 +88,10 @@ def quantize_base(
     """
     check_model(_WHERE, model)
     chosen = chosen_weights(model, fqns, skip)
+    for fqn, (module, name) in chosen.items():  # all of them before the first one changes
+        _check_weight(module, module.get_parameter(name), fqn)
     for fqn, (module, name) in chosen.items():
-        parameter = module._parameters[name]
-        assert parameter is not None
+        parameter = module.get_parameter(name)
         if not isinstance(parameter, MXWeight):  # one module may have several names
             freeze_weight(module, name, parameter, fqn, keep_dgrad_form)
     return list(chosen)
@@ -125,14 +126,19 @@ def freeze_weight(
     keep_dgrad_form: bool = False,
 ) -> None:
     """Make a parameter of a module a weight that is frozen in MX, of these values. Raises ValueError for what MXFP8 does not have."""
+    _check_weight(module, values, fqn)
+    weight = MXWeight.of(values, stored_transposed(module, values), keep_dgrad_form)
+    module._parameters[name] = nn.Parameter(weight, requires_grad=False)
+    _log.info("%s is frozen in MXFP8", fqn)
+
+
+def _check_weight(module: nn.Module, values: Tensor, fqn: str) -> None:
     if isinstance(values, DTensor):
         raise ValueError(f"{_WHERE}: {fqn} is a DTensor {tuple(values.shape)}, want a model that is not sharded yet; convert it before")
     try:
-        weight = MXWeight.of(values, stored_transposed(module, values), keep_dgrad_form)
+        check_weight(values, stored_transposed(module, values))
     except ValueError as error:
         raise ValueError(f"{_WHERE}: {fqn}: {error}") from error
-    module._parameters[name] = nn.Parameter(weight, requires_grad=False)
-    _log.info("%s is frozen in MXFP8", fqn)
 
 
 def stored_transposed(module: nn.Module, weight: Tensor) -> bool:

@@ -34,8 +34,8 @@ class ConvertConfig:
     """Dtype of the written weights; a run keeps float32 unless it had --dtype bfloat16. mxfp8: linear layers in MXFP8, as vLLM and SGLang
     load it (the format mxfp8-quantized of compressed-tensors), the rest in bf16."""
     drop_expert_bias: bool = False
-    """Drop non-zero expert biases if the published architecture has none (all but DeepSeek-V3). The router then chooses other experts than
-    in the run, and the loss changes."""
+    """Of a run: drop non-zero expert biases if the published architecture has none (all but DeepSeek-V3). The router then chooses other
+    experts than in the run, and the loss changes."""
 
 
 def command(argv: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def convert(run: Path, out: Path, dtype: WrittenDtype = "bfloat16", drop_expert_
 
     Raises:
         ValueError: no run or checkpoint, a damaged one, a model without a published architecture, a trained value that the published
-            architecture lacks, or `out` exists.
+            architecture lacks, `drop_expert_bias` with a Hugging Face folder, or `out` exists.
         OSError, SafetensorError: the folder cannot be written; the partial one is removed.
     """
     import torch
@@ -70,6 +70,8 @@ def convert(run: Path, out: Path, dtype: WrittenDtype = "bfloat16", drop_expert_
     mxfp8, report = dtype == "mxfp8", progress_notes(True)
     plain = torch.float32 if dtype == "float32" else torch.bfloat16
     if (run / INDEX).exists() or (run / SINGLE).exists():
+        if drop_expert_bias:
+            raise ValueError(f"--drop-expert-bias, but {run} is a Hugging Face folder, whose tensors all stay, want a run; leave it out")
         convert_published(run, out, plain, mxfp8=mxfp8, report=report)
         return [f"{run} -> {out}, {dtype}"]
     manifest = open_run(run)

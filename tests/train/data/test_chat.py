@@ -132,6 +132,15 @@ def test_the_result_of_a_tool_is_for_the_template(tmp_path: Path) -> None:
         assert "seven" in text or "three" in text
 
 
+@pytest.mark.parametrize("only_answers", [True, False])
+def test_a_conversation_that_the_template_leaves_out(only_answers: bool, tmp_path: Path) -> None:
+    """It is no document."""
+    template = "{%- for m in messages if m.role != 'system' %}{{- m.role + ': ' + m.content + '<|im_end|>' }}{%- endfor %}"
+    rows = rows_of(tmp_path / "tokenizer", template, assistant_only_loss=only_answers)
+    file = write_conversations(tmp_path / "data.jsonl", [[{"role": "system", "content": "hi"}], TURNS])
+    assert list(read_file(file, rows)) == [rows.document({"messages": TURNS}, "here")]
+
+
 def test_half_of_a_surrogate_pair(tmp_path: Path) -> None:
     """JSON can escape it, and UTF-8 does not have it; whole pairs stay. Texts and conversations are alike."""
     for escaped, text in (("a\\ud83d", "a?"), ("\\uDC00b", "?b"), ("\\ud83d\\ude00", "\U0001f600")):

@@ -71,6 +71,14 @@ def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: py
     assert read_documents(["."]) == names("one")
 
 
+def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """The second pass over it would find nothing, and one without a writer blocks."""
+    os.mkfifo(tmp_path / "text.jsonl")
+    for name in (tmp_path / "text.jsonl", "/dev/null"):
+        with pytest.raises(ValueError, match=f"data: {name} is no regular file but a pipe or a device, want a file"):
+            check_paths([str(name)])
+
+
 def test_another_field(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "a.jsonl").write_text('{"content": "one", "text": "never"}\n')

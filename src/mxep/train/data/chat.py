@@ -201,7 +201,7 @@ class ChatRows:
         raise ValueError(f"data: {where} has {self._wanted()}, got {list(names)}; --data-field names the messages")
 
     def document(self, row: object, where: str) -> bytes:
-        """The ids of one row's conversation."""
+        """The ids of one row's conversation, empty if the template shows none of it."""
         messages, values = self._messages(row, where), _template_values(row, where)
         try:
             if self.assistant_only_loss:
@@ -211,7 +211,8 @@ class ChatRows:
                 trained = [True] * len(ids)
         except ValueError as error:
             raise ValueError(f"data: {where}: {error}") from error
-        return np.where(trained, ids, np.bitwise_or(ids, NO_TARGET)).astype("<u4").tobytes()
+        tokens = np.array(ids, dtype="<u4")  # of an empty list, too
+        return np.where(np.array(trained, dtype=bool), tokens, tokens | np.uint32(NO_TARGET)).astype("<u4").tobytes()
 
     def _wanted(self) -> str:
         return f"neither {self.field!r} nor {' and '.join(map(repr, _PAIR))}"

@@ -344,7 +344,7 @@ def find_sources(data: Sequence[str]) -> list[Source]:
     pattern with *, ? or [], or hf://datasets/OWNER/NAME[@REVISION]/PATTERN for files of a data set in the local cache.
 
     Raises:
-        ValueError: no such file, an empty name, a saved data set that is damaged or has several splits.
+        ValueError: no such file, a pipe, an empty name, a saved data set that is damaged or has several splits.
     """
     if not data:
         return [Source("the Python standard library", tuple(default_corpus_files()), searched=True, quiet=True)]
@@ -358,6 +358,8 @@ def find_sources(data: Sequence[str]) -> list[Source]:
             saved = _saved_dataset(path)
             found.append(Source(name, saved) if saved else Source(name, _walk(path), searched=True))
         elif path.exists():
+            if not path.is_file():
+                raise ValueError(f"data: {name} is no regular file but a pipe or a device, want a file: it is read more than once")
             found.append(Source(name, (path,)))
         elif matches := sorted(match for match in glob.glob(pattern, recursive=True) if not Path(match).is_dir()):
             _check_links(paths := tuple(map(Path, matches)))
