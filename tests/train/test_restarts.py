@@ -177,4 +177,3 @@ def test_a_damaged_checkpoint_names_the_last_good_one(tmp_path: Path, words: lis
     finished = finish(*words, "--resume", "auto")
     assert finished.returncode == 0, finished.stderr
     assert "has all 9 steps, nothing is left to do" in finished.stdout
-    assert "has all 9 of 9 steps; ask for more with --steps" in finish(*words, "--resume").stderr
