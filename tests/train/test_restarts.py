@@ -100,7 +100,7 @@ def test_a_run_that_restarts_right_after_a_kill_resumes(tmp_path: Path, words: l
         os.kill(pid, signal.SIGKILL)
     second = start(*words, "--stop-after", "100000", "--resume", "auto")
     reached = int(list_checkpoints(out / "checkpoints")[-1].name[-8:])
-    wait_for_checkpoint(out, reached + 20)
+    wait_for_checkpoint(out, reached + 8)
     second.send_signal(signal.SIGINT)
     stdout, stderr = second.communicate(timeout=LIMIT_S)
     first.communicate()
