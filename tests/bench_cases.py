@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from mxep.bench import registry
 from mxep.bench.timing import Rounds
 
 CPU = torch.device("cpu")
@@ -27,6 +30,15 @@ SHAPE_KEYS = {
     "finetune": ["seq_len", "D", "H", "E", "C", "layers"],
     "transformers-ep": ["T", "D", "H", "E", "C"],
 }
+
+
+def measured(name: str, **changes: Any) -> list[dict]:
+    """The records of a benchmark's quick run, in short rounds."""
+    return registry.run(name, registry.Setting(CPU, **{"quick": True, "rounds": FAST, **changes}), "some command", lambda text: None)
+
+
+def measured_on_ranks(rank: int, world: int, name: str) -> list[dict]:
+    return measured(name, group=dist.group.WORLD)
 
 
 def check_tables(text: str) -> None:

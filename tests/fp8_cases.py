@@ -46,15 +46,6 @@ def float64(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (qdata.double().unflatten(-1, (-1, 32)) * scale_to_float32(scale).double()[..., None]).flatten(-2)
 
 
-def in_records(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same bytes as row-strided views into packed records, with poison between."""
-    rows, width = qdata.shape
-    record = (width + width // 32 + 15) // 16 * 16 + 16
-    records = torch.full((rows, record), 0xA5, dtype=torch.uint8, device=qdata.device)
-    records[:, :width], records[:, width : width + width // 32] = qdata.view(torch.uint8), scale.view(torch.uint8)
-    return records[:, :width].view(E4M3), records[:, width : width + width // 32].view(E8M0)
-
-
 def ragged(groups: int, rows: int, seed: int) -> list[int]:
     """END offsets of groups of random sizes: empty ones, tiny ones, rows left over."""
     rng, ends, left = random.Random(seed), [], rows
@@ -63,8 +54,3 @@ def ragged(groups: int, rows: int, seed: int) -> list[int]:
         left -= size
         ends.append(rows - left)
     return ends
-
-
-def relative_error(out: torch.Tensor, truth: torch.Tensor) -> float:
-    """||out - truth|| / ||truth||, Frobenius."""
-    return ((out.double() - truth).norm() / truth.norm().clamp(min=1e-300)).item()

@@ -80,9 +80,9 @@ def assert_same_bytes(got: torch.Tensor, want: torch.Tensor, what: str = "") -> 
 
 
 def packed_views(qdata: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same MX rows as row-strided views into packed records, as an exchange returns them."""
+    """The same MX rows as row-strided views into packed records, as an exchange returns them, with poison between the records."""
     rows, width = qdata.shape
-    record = (width + width // 32 + 15) // 16 * 16
+    record = (width + width // 32 + 15) // 16 * 16 + 16
     records = torch.full((rows, record), 0xA5, dtype=torch.uint8, device=qdata.device)
     records[:, :width] = qdata.view(torch.uint8)
     records[:, width : width + width // 32] = scale.view(torch.uint8)

@@ -43,7 +43,7 @@ class TrainerWithoutPlot(Trainer):
             return super().train()
 
 
-def trainer(rank: int, world: int, out: str, from_state: int = 0, **options: object) -> Trainer:
+def trainer(rank: int, world: int, out: str | Path, from_state: int = 0, **options: object) -> Trainer:
     torch.manual_seed(rank + from_state)
     small = {"device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "warmup": 2}
     config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
@@ -55,8 +55,17 @@ def done(run: Trainer) -> StepRecord:
     return run.finish(run.step())
 
 
-def steps_of(out: Path) -> list[int]:
-    return [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
+def records_of(out: str | Path, kind: str) -> list[dict[str, Any]]:
+    """The records of one kind in a run's metrics."""
+    return [record for record in read_metrics(Path(out) / "metrics.jsonl") if record["kind"] == kind]
+
+
+def steps_of(out: str | Path) -> list[int]:
+    return [record["step"] for record in records_of(out, "step")]
+
+
+def losses_of(out: str | Path) -> list[float]:
+    return [record["loss"] for record in records_of(out, "step")]
 
 
 def state_of(run: Trainer) -> dict[str, torch.Tensor]:

@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Callable[[], Chain], Chain, str | None]] = {
 
 
 @pytest.fixture
-def saw(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def saw(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Iterator[list[str]]:
     """Types of the gradients that the backward of the GEMM met, in a process group of one rank."""
     seen: list[str] = []
     original = mxep.grouped_mm.function.wgrad_gemm
@@ -151,11 +151,9 @@ def saw(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return original(grad, *args)
 
     monkeypatch.setattr(mxep.grouped_mm.function, "wgrad_gemm", spy)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch._dynamo.reset()
     yield seen
     torch._dynamo.reset()
-    dist.destroy_process_group()
 
 
 def run(function: Chain, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -15,16 +14,8 @@ import mxep
 from mxep.mx.rows import unflatten_rows
 from mxep.parallel import convert_linears
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 D, H, E, C = 64, 32, 4, 2
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    torch.manual_seed(0)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def weights() -> tuple[Tensor, Tensor]:

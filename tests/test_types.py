@@ -67,40 +67,44 @@ WRONG = {  # a user's line: mypy's code of the error
 }
 
 
-def run_mypy(cache: str, words: list[str], folder: Path) -> str:
-    """What mypy prints in that folder. Its cache of that name begins as a copy of the repository's, which knows torch by then."""
-    own, kept = ROOT / ".mypy_cache", ROOT / ".mypy_cache" / cache
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What mypy prints about a user's file, about the tests on GPUs, and about a file with mistakes of the kinds that those may have.
+
+    mypy has its own settings, as for a user without a configuration.  Only packages without types are left out as in this repository's:
+    what `mypy` has found out about torch then holds here too, and the cache begins as a copy of the repository's.
+    """
+    folder = tmp_path_factory.mktemp("mypy")
+    (folder / "user.py").write_text("\n".join([*RIGHT.splitlines(), *(f"reveal_type({name})" for name in public_names()), *WRONG]) + "\n")
+    (folder / "planted.py").write_text("from mxep.mx.tensor import no_name, MXTensor\nMXTensor(1)\nMXTensor(1, 2, shape=3)\n")
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    untyped = [module for override in overrides if "ignore_missing_imports" in override for module in override["module"]]
+    (folder / "mypy.ini").write_text("[mypy]\n" + "".join(f"[mypy-{module}]\nignore_missing_imports = True\n" for module in untyped))
+    own, kept = ROOT / ".mypy_cache", ROOT / ".mypy_cache" / "user"
     if own.exists() and not kept.exists():
-        shutil.copytree(own, kept, ignore=shutil.ignore_patterns("user", "gpu"))
-    command = [sys.executable, "-m", "mypy", f"--cache-dir={kept}", *words]
+        shutil.copytree(own, kept, ignore=shutil.ignore_patterns("user"))
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.(multi_)?gpu\b", path.read_text())]
+    options = [f"--config-file={folder / 'mypy.ini'}", f"--cache-dir={kept}", "--explicit-package-bases"]
+    command = [sys.executable, "-m", "mypy", *options, *map(str, (folder / "user.py", folder / "planted.py", *marked))]
     environment = {**os.environ, "MYPYPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
 
 
-def mypy_of(text: str, folder: Path) -> list[str]:
-    """The lines that mypy prints about a user's file, with mypy's own settings as a user without a configuration has them.
-
-    Only packages without types are left out as in this repository's: what `mypy` has found out about torch then holds here too.
-    """
-    (folder / "user.py").write_text(text)
-    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
-    untyped = [module for override in overrides if "ignore_missing_imports" in override for module in override["module"]]
-    (folder / "mypy.ini").write_text("[mypy]\n" + "".join(f"[mypy-{module}]\nignore_missing_imports = True\n" for module in untyped))
-    return run_mypy("user", ["--config-file=mypy.ini", "user.py"], folder).splitlines()
+def public_names() -> list[str]:
+    public = [f"mxep.{name}" for name in mxep.__all__]
+    return public + [f"mxep.{facade}.{name}" for facade in FACADES for name in importlib.import_module(f"mxep.{facade}").__all__]
 
 
 @pytest.mark.slow
-def test_mypy_passes_a_right_program_and_finds_the_mistakes_of_a_wrong_one(tmp_path: Path) -> None:
-    public = [f"mxep.{name}" for name in mxep.__all__]
-    public += [f"mxep.{facade}.{name}" for facade in FACADES for name in importlib.import_module(f"mxep.{facade}").__all__]
-    lines = [*RIGHT.splitlines(), *(f"reveal_type({name})" for name in public), *WRONG]
+def test_mypy_passes_a_right_program_and_finds_the_mistakes_of_a_wrong_one(checked: str) -> None:
+    public = public_names()
+    lines = [*RIGHT.splitlines(), *public, *WRONG]
     first = len(lines) - len(WRONG)
     said: dict[int, str] = {}
-    for line in mypy_of("\n".join(lines) + "\n", tmp_path):
-        if found := re.match(r"user\.py:(\d+): (.*)", line):
-            said[int(found[1]) - 1] = said.get(int(found[1]) - 1, "") + found[2]
+    for number, text in re.findall(r"\buser\.py:(\d+): (.*)", checked):
+        said[int(number) - 1] = said.get(int(number) - 1, "") + text
 
     right = {lines[number]: message for number, message in said.items() if number < first and "error" in message}
     assert not right, f"mypy refuses what is right: {right}"
@@ -112,16 +116,12 @@ def test_mypy_passes_a_right_program_and_finds_the_mistakes_of_a_wrong_one(tmp_p
 
 
 @pytest.mark.slow
-def test_gpu_tests_call_what_exists(tmp_path: Path) -> None:
+def test_gpu_tests_call_what_exists(checked: str) -> None:
     """Functions, arguments and attributes of modules: continuous integration has no GPU, so a signature that changed would go unnoticed."""
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.(multi_)?gpu\b", path.read_text())]
-    planted = tmp_path / "planted.py"
-    planted.write_text("from mxep.mx.tensor import no_name, MXTensor\nMXTensor(1)\nMXTensor(1, 2, shape=3)\n")
-    printed = run_mypy("gpu", ["--explicit-package-bases", str(planted), *map(str, marked)], ROOT)
     seen = re.compile(r"Missing (positional|named) arg|Unexpected keyword|Module \"mxep.*no attr")
-    wrong = [line for line in printed.splitlines() if seen.search(line)]
+    wrong = [line for line in checked.splitlines() if seen.search(line) and "user.py:" not in line]
     found = [line for line in wrong if "planted.py:" in line]
-    assert len(found) == 3, printed
+    assert len(found) == 3, checked
     assert wrong == found
 
 

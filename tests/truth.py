@@ -28,6 +28,11 @@ def sqnr(truth: torch.Tensor, got: torch.Tensor) -> float:
     return math.inf if noise == 0 else 20 * math.log10(truth.norm().item() / noise)
 
 
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want| of float64 `want`, Frobenius."""
+    return ((got.double() - want).norm() / want.norm().clamp(min=1e-300)).item()
+
+
 def raw(x: torch.Tensor) -> torch.Tensor:
     """The bytes, so that NaN equals NaN and -0 differs from 0."""
     return torch.atleast_1d(x.detach()).contiguous().view(torch.uint8)

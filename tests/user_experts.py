@@ -58,9 +58,3 @@ class PublicExperts(TitanExperts):
         ends = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
         h = F.silu(F.grouped_mm(x, w1, offs=ends)) * F.grouped_mm(x, w3, offs=ends)
         return F.grouped_mm(h, w2, offs=ends)
-
-
-def sqnr_db(reference: Tensor, value: Tensor) -> float:
-    """20 log10(|ref| / |ref - value|) in dB; infinite for equal tensors, also empty ones."""
-    noise = (reference.double() - value.double()).norm()
-    return float("inf") if noise == 0 else (20 * torch.log10(reference.double().norm() / noise)).item()

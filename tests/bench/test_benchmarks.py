@@ -6,14 +6,15 @@ import dataclasses
 import io
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from tests.bench_cases import CPU, FAST, check_schema, check_tables
+from tests.bench_cases import CPU, FAST, check_schema, check_tables, measured, measured_on_ranks
+from tests.once import once
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
@@ -32,12 +33,16 @@ def text_of(records: list[dict]) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+def records_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict]]:
+    """The records of a benchmark's quick run, which tests share."""
+    return lambda name: once(tmp_path_factory, f"records of {name}", lambda: measured(name))
+
+
 @pytest.mark.parametrize("name", ["quantize", "rows", "grouped-mm"])
-def test_one_rank(name: str, tmp_path: Path) -> None:
-    said: list[str] = []
-    records = registry.run(name, registry.Setting(CPU, quick=True, rounds=FAST), "some command", said.append)
+def test_one_rank(name: str, records_of: Callable[[str], list[dict]]) -> None:
+    records = records_of(name)
     check_schema(name, records)
-    assert len(said) >= len(records)
     shown = text_of(records)
     assert all(arm in shown for arm in records[0]["arms"])
     assert all(ratio in shown for ratio in records[0]["ratios"])
@@ -45,9 +50,8 @@ def test_one_rank(name: str, tmp_path: Path) -> None:
     check_tables(markdown_tables.TABLES[name.replace("-", "_")](records))
 
 
-def test_grouped_mm_merges_products_and_draws(tmp_path: Path) -> None:
-    setting = registry.Setting(CPU, quick=True, rounds=FAST)
-    gemms, movers = (registry.run(name, setting, "", lambda text: None) for name in ("grouped-mm", "quantize"))
+def test_grouped_mm_merges_products_and_draws(tmp_path: Path, records_of: Callable[[str], list[dict]]) -> None:
+    gemms, movers = records_of("grouped-mm"), records_of("quantize")
     assert [record["routing"] for record in gemms] == ["balanced", "zipf", "balanced"]
     assert [record.get("calls") for record in gemms] == [None, None, 10]  # few rows: so many calls under the clock at a time
     assert set(gemms[-1]["host_us_asked"]) <= set(gemms[-1]["host_us"])
@@ -59,13 +63,8 @@ def test_grouped_mm_merges_products_and_draws(tmp_path: Path) -> None:
     assert plots.draw({}, tmp_path) == []
 
 
-def _pipeline_rank(rank: int, world: int) -> list[dict]:
-    setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
-    return registry.run("pipeline", setting, "", lambda text: None)
-
-
 def test_pipeline_on_two_ranks(tmp_path: Path) -> None:
-    both = run_ranks(_pipeline_rank, 2)
+    both = run_ranks(measured_on_ranks, 2, "pipeline")
     records = both[0]
     check_schema("pipeline", records)
     assert records[0]["arms"] == both[1][0]["arms"], "every rank knows the slowest rank's times"
@@ -145,7 +144,7 @@ def test_pipeline_over_shared_memory() -> None:
 def test_a_failing_pipeline_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "sqnr_db", lambda *args: float("nan"))
     with pytest.raises(registry.CheckFailedError, match="no times"):
-        registry.run("pipeline", registry.Setting(CPU, quick=True), "", lambda text: None)
+        measured("pipeline")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
@@ -159,12 +158,13 @@ def test_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.out == ""
 
 
-def test_quick_runs_do_not_change_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_runs_do_not_change_the_records(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "quantize", "--device", "cpu", "--quick", "--record"]) == 2
     assert str(RESULTS) in capsys.readouterr().err
 
 
-def test_record_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(registry.BENCHMARKS, "quantize", dataclasses.replace(registry.BENCHMARKS["quantize"], rounds=FAST))
     assert cli.main(["bench", "quantize", "--device", "cpu", "--quick", "--record", "--out", str(tmp_path)]) == 0
     records = json.loads((tmp_path / "quantize-cpu-1.json").read_text())
     check_schema("quantize", records)
@@ -174,12 +174,12 @@ def test_record_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert markdown_tables.memory_table(records) in printed, "the tables of the pages"
 
 
-def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_shows_what_has_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records_of: Callable[[str], list[dict]]) -> None:
     monkeypatch.chdir(tmp_path)
     (start, end), (top, bottom) = report.markers("grouped_mm"), report.markers("summary")
     before = f"a\n{start}\nold\n{end}\nb\n{top}\n{bottom}\n"
     assert report.render(before, "page") == before.replace("old\n", "")
-    records = registry.run("grouped-mm", registry.Setting(CPU, quick=True, rounds=FAST), "", lambda text: None)
+    records = records_of("grouped-mm")
     RESULTS.mkdir(parents=True)
     (RESULTS / "grouped_mm-cpu-1.json").write_text(json.dumps(records))
     after = report.render(before, "page")
@@ -363,7 +363,7 @@ def test_a_compiled_arm_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPa
         registry.run("quantize", registry.Setting(CPU), "", lambda text: None)
 
 
-def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = Timing.of([1.0] * 10 + [1.07] * 10, rounds=2), Timing.of([1.0] * 10 + [1.09] * 10, rounds=2)
     assert [timing.round_spread for timing in rounds] == [1.07, 1.09]
     assert Timing.of([1.0, 1.09] * 10, rounds=2).round_spread == 1.0, "that is the runs' spread"

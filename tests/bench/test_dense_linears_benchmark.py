@@ -8,18 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.bench_cases import CPU, FAST, check_schema, check_tables
+from tests.bench_cases import CPU, check_schema, check_tables, measured
 
 from mxep.bench import dense_linears, markdown_tables, registry, report
 from mxep.bench.records import RESULTS, read_records
 from mxep.parallel.linear_gains import LinearTimes
 
 ROOT = Path(__file__).parent.parent.parent
-SETTING = registry.Setting(CPU, quick=True, rounds=FAST)
 
 
 def test_record_and_table() -> None:
-    records = registry.run("linears", SETTING, "", lambda text: None)
+    records = measured("linears")
     check_schema("linears", records)
     (record,) = records
     arms = {"linear", "linear_compiled", *dense_linears.OURS}
@@ -48,7 +47,7 @@ def test_the_packaged_table_is_that_of_the_records() -> None:
 
 
 def test_a_wrong_arm_fails_the_check() -> None:
-    problem = dense_linears.LinearProblem(SETTING, 64, 128, 96)
+    problem = dense_linears.LinearProblem(registry.Setting(CPU), 64, 128, 96)
     layer = problem.layers["mx"]
 
     def call(x: torch.Tensor) -> torch.Tensor:

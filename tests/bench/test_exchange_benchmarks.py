@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.bench_cases import CPU, FAST, check_schema, check_tables
+from tests.bench_cases import CPU, FAST, check_schema, check_tables, measured, measured_on_ranks
 from tests.once import once
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
@@ -15,13 +15,8 @@ from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
 
 
-def _a2a_rank(rank: int, world: int) -> list[dict]:
-    setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
-    return registry.run("a2a", setting, "", lambda text: None)
-
-
 def test_a2a_on_two_ranks() -> None:
-    records = run_ranks(_a2a_rank, 2)[0]
+    records = run_ranks(measured_on_ranks, 2, "a2a")[0]
     check_schema("a2a", records)
     assert set(records[0]["ratios"]) == {"total_vs_bf16", "forward_vs_bf16", "backward_vs_bf16", "dispatch_vs_nccl_bf16"}
     page = markdown_tables.a2a_table(records)
@@ -51,14 +46,9 @@ def test_a_slow_gpu_stops_a_measurement() -> None:
     assert timing.product_ms(CPU, side=32, products=2) > 0
 
 
-def _layer_rank(rank: int, world: int) -> list[dict]:
-    setting = registry.Setting(CPU, quick=True, group=torch.distributed.group.WORLD, rounds=FAST)
-    return registry.run("layer", setting, "", lambda text: None)
-
-
 @pytest.fixture
 def layer_records(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return once(tmp_path_factory, "layer_records", lambda: run_ranks(_layer_rank, 2)[0])
+    return once(tmp_path_factory, "layer_records", lambda: run_ranks(measured_on_ranks, 2, "layer")[0])
 
 
 def test_layer_on_two_ranks(layer_records: list[dict]) -> None:
@@ -121,18 +111,16 @@ def test_layer_that_one_gpu_cannot_hold() -> None:
     assert (whole["total_vs_nccl_bf16"].limit, whole["scaling_efficiency_forward"].value) == (6.0, pytest.approx(1 / 3))
 
 
-def test_layer_without_memory_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_of_one_size_without_memory_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "_FULL", 0)
-    setting = registry.Setting(CPU, quick=True, rounds=FAST, size=layer.parse_size("64,32,32,4,2"))
-    records = registry.run("layer", setting, "", lambda text: None)
+    records = measured("layer", size=layer.parse_size("64,32,32,4,2"))
+    assert records[0]["shape"] == dict(T=64, T_global=64, D=32, H=32, E=4, C=2, L=4)
     assert not [arm for arm in records[0]["arms"] if arm.startswith(("local", "one_gpu"))]
     assert records[0]["ratios"]["total_vs_nccl_bf16"] > 0
     check_tables(markdown_tables.layer_tables(records))
 
 
-def test_layer_of_one_size(capsys: pytest.CaptureFixture[str]) -> None:
-    setting = registry.Setting(CPU, quick=True, rounds=FAST, size=layer.parse_size("64,32,32,4,2"))
-    assert registry.run("layer", setting, "", lambda text: None)[0]["shape"] == dict(T=64, T_global=64, D=32, H=32, E=4, C=2, L=4)
+def test_wrong_sizes_of_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("1,2,3", "a,b,c,d,e", "64,32,32,0,2"):
         with pytest.raises(ValueError, match="want five positive numbers"):
             layer.parse_size(wrong)

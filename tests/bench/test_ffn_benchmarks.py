@@ -6,20 +6,14 @@ import json
 
 import pytest
 import torch
-from tests.bench_cases import CPU, FAST, check_tables
+from tests.bench_cases import CPU, check_tables, measured
 
 from mxep.bench import experts, markdown_tables, memory_bound, registry
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, rebase_rows
 
-SETTING = registry.Setting(CPU, quick=True, rounds=FAST)
-
-
-def records(name: str) -> list[dict]:
-    return registry.run(name, SETTING, "some command", lambda text: None)
-
 
 def test_swiglu() -> None:
-    many, few = records("swiglu")
+    many, few = measured("swiglu")
     assert set(few["host_us"]) == set(few["arms"])
     assert not few["target"]
     for record in (many, few):
@@ -45,7 +39,7 @@ def test_one_pass_and_two_have_the_same_bytes() -> None:
 
 
 def test_experts() -> None:
-    found = records("experts")
+    found = measured("experts")
     assert [record["routing"] for record in found] == ["balanced", "zipf"]
     for record in found:
         json.dumps(record)
@@ -68,7 +62,7 @@ def test_experts() -> None:
 
 
 def test_weights_of_the_uncached_arms_are_quantised_in_every_call() -> None:
-    problem = experts.ExpertsProblem(SETTING, 128, 64, 32, 4, "balanced")
+    problem = experts.ExpertsProblem(registry.Setting(CPU), 128, 64, 32, 4, "balanced")
     for _ in range(2):
         problem.results("fused")
         problem.results("fused_uncached")

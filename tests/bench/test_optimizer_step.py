@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from tests.bench_cases import CPU, FAST, check_schema
+from tests.bench_cases import check_schema, measured
 from torch import Tensor
 
 from mxep.bench import optimizer_step, registry
 
 
 def test_optimizer() -> None:
-    records = registry.run("optimizer", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
+    records = measured("optimizer")
     check_schema("optimizer", records)
     (record,) = records
     assert set(record["bytes"]) == {"copy", *optimizer_step._ARMS}
@@ -25,4 +25,4 @@ def test_a_wrong_step_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(optimizer_step, "_first_update", wrong)
     with pytest.raises(registry.CheckFailedError, match="torch_fused differs"):
-        registry.run("optimizer", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
+        measured("optimizer")

@@ -9,18 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.bench_cases import CPU, FAST, check_schema, check_tables
+from tests.bench_cases import CPU, check_schema, check_tables, measured
 
 from mxep.bench import markdown_tables, peers, registry
 from mxep.bench.peer_arms import PEERS
 from mxep.bench.records import merged
 from mxep.cli import main
 
-SETTING = registry.Setting(CPU, quick=True, rounds=FAST)
+SETTING = registry.Setting(CPU, quick=True)
 
 
 def test_records_and_tables() -> None:
-    records = registry.run("peers", SETTING, "", lambda text: None)
+    records = measured("peers")
     check_schema("peers", records)
     assert [record["routing"] for record in records] == ["random", "zipf"]
     arms = {"torch", "torch_compiled", *peers.OURS}

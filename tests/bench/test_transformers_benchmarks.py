@@ -7,16 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.bench_cases import CPU, FAST, check_schema, check_tables
+from tests.bench_cases import check_schema, check_tables, measured
 from tests.ranks import run_ranks
 
 from mxep.bench import markdown_tables, registry
 
 transformers_5 = pytest.importorskip("mxep.integrations.transformers_5", reason="the library that is adapted", exc_type=ImportError)
-
-
-def _records(name: str, group: Any = None) -> list[dict]:
-    return registry.run(name, registry.Setting(CPU, quick=True, group=group, rounds=FAST), "", lambda text: None)
 
 
 def _wrong(original: Any) -> Any:
@@ -30,9 +26,9 @@ def _wrong(original: Any) -> Any:
 
 
 def _of_ranks(rank: int, world: int) -> tuple[list[dict], str]:
-    records = _records("transformers-ep", torch.distributed.group.WORLD)
+    records = measured("transformers-ep", group=torch.distributed.group.WORLD)
     with mock.patch.object(transformers_5, "fused_experts", _wrong(transformers_5.fused_experts)), pytest.raises(Exception) as caught:
-        _records("transformers-ep", torch.distributed.group.WORLD)
+        measured("transformers-ep", group=torch.distributed.group.WORLD)
     return records, f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -48,13 +44,13 @@ def check(name: str, baseline: str, records: list[dict], table: str) -> None:
 
 
 def test_one_rank() -> None:
-    records = _records("transformers")
+    records = measured("transformers")
     check("transformers", "grouped_mm", records, markdown_tables.transformers_table(records))
     with (
         mock.patch.object(transformers_5, "fused_experts", _wrong(transformers_5.fused_experts)),
         pytest.raises(registry.CheckFailedError, match=r"mxep: y at 1.* dB from grouped_mm, want at least 20 dB; no times"),
     ):
-        _records("transformers")
+        measured("transformers")
 
 
 def test_an_arm_without_gradients_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +64,7 @@ def test_an_arm_without_gradients_of_weights(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(transformers_benchmark.AdapterProblem, "output", without)
     with pytest.raises(registry.CheckFailedError, match=r"mxep: .* at -inf dB from grouped_mm"):
-        _records("transformers")
+        measured("transformers")
 
 
 def test_two_ranks() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.bench_cases import CPU, FAST, check_schema
+from tests.bench_cases import CPU, check_schema, measured
 
 from mxep.bench import markdown_tables, registry, transformers_step
 
@@ -12,13 +12,16 @@ pytest.importorskip("transformers")
 
 
 def test_transformers_step() -> None:
-    records = registry.run("transformers-step", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
+    records = measured("transformers-step")
     check_schema("transformers-step", records)
     (record,) = records
     assert {"grouped_mm", *transformers_step.OURS} <= set(record["agreement"])
     assert record["agreement"]["mxep_mx"]["loss"] != record["agreement"]["grouped_mm"]["loss"]
     assert set(record["left_out"]) <= {arm for arm in transformers_step.BF16 if "liger" in arm}
     assert {name.rsplit("_vs_")[1] for name in record["ratios"]} == {"grouped_mm", "best_bf16"}
+    lines = markdown_tables.transformers_step_table(records).splitlines()
+    assert len(lines) == 2 + len(record["agreement"]) + len(record["left_out"])
+    assert "`mxep_mx`" in "".join(lines)
 
 
 def test_a_wrong_arm_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +33,7 @@ def test_a_wrong_arm_prints_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(transformers_step.StepProblem, "_forward", doubled)
     with pytest.raises(registry.CheckFailedError, match="mxep_hp: loss"):
-        registry.run("transformers-step", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
+        measured("transformers-step")
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight", "lm_head.weight"])
@@ -93,10 +96,3 @@ def test_copies_share_parameters() -> None:
     problem.forwards["mxep_mx"]().backward()
     grads = {name: parameter.grad for name, parameter in problem.model.named_parameters()}
     assert all(grad is not None and bool(torch.isfinite(grad).all()) for grad in grads.values())
-
-
-def test_table() -> None:
-    records = registry.run("transformers-step", registry.Setting(CPU, rounds=FAST), "", lambda text: None)
-    lines = markdown_tables.transformers_step_table(records).splitlines()
-    assert len(lines) == 2 + len(records[0]["agreement"]) + len(records[0]["left_out"])
-    assert "`mxep_mx`" in "".join(lines)

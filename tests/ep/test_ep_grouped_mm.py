@@ -276,12 +276,10 @@ COUNTS = torch.tensor([5, 40])
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def group(one_rank: None) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-    dist.destroy_process_group()
 
 
 def leaves(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

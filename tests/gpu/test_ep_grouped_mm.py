@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.fp8_cases import in_records, mx_bytes
+from tests.fp8_cases import mx_bytes
+from tests.mx_cases import packed_views
 from tests.ranks import run_ranks
 from tests.truth import KINDS, assert_same, make_case
 
@@ -49,7 +50,7 @@ def test_product_through_a_row_map(rows: int, path: str, out_dtype: torch.dtype)
     b = b[0].view(len(ENDS), N, K), b[1].view(len(ENDS), N, K // 32)
     order = row_map(rows, 3)
     want = ops.grouped_mm_mx(*ops.gather_mx_rows(q, s, order), *b, offs(), out_dtype, path)
-    for source in ((q, s), in_records(q, s)):
+    for source in ((q, s), packed_views(q, s)):
         got = ops.grouped_mm_mx(*source, *b, offs(), out_dtype, path, order)
         assert_same(got, want, f"{path}, {rows} rows")
         assert not got[ENDS[-1] :].any()
@@ -65,7 +66,7 @@ def test_wgrad_through_row_maps(maps: str, path: str, out_dtype: torch.dtype):
     order = {name: row_map(1001, seed) if maps in (name, "both") else None for seed, name in enumerate(rows)}
     gathered = [part if at is None else ops.gather_mx_rows(*part, at) for part, at in ((g, order["g"]), (a, order["a"]))]
     want = ops.grouped_wgrad_mx(*gathered[0], *gathered[1], offs(), out_dtype, path)
-    for form in (lambda mx: mx, lambda mx: in_records(*mx)):
+    for form in (lambda mx: mx, lambda mx: packed_views(*mx)):
         got = ops.grouped_wgrad_mx(*form(g), *form(a), offs(), out_dtype, path, order["g"], order["a"])
         assert_same(got, want, f"{path} {maps}")
 

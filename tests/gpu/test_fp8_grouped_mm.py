@@ -9,7 +9,8 @@ import random
 
 import pytest
 import torch
-from tests.fp8_cases import float64, quantized, ragged, relative_error
+from tests.fp8_cases import float64, quantized, ragged
+from tests.truth import relative_error
 
 from mxep.ops.grouped_gemm.hopper import bf16_wgrad, gemm
 from mxep.ops.grouped_gemm.hopper.gemm import fp8_grouped_mm, fp8_wgrad

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.fp8_cases import in_records, quantized, relative_error
+from tests.fp8_cases import quantized
+from tests.mx_cases import packed_views
+from tests.truth import relative_error
 
 from mxep.device import FP8_PATHS, compute_capability, resolve_gemm_path
 from mxep.grouped_mm.function import to_mxfp8_then_scaled_grouped_mm
@@ -29,7 +31,7 @@ def gradients(path: str, mx: bool, **options: object) -> tuple[torch.Tensor, ...
     a, w, offs = operands()
     w.requires_grad_()
     if mx:
-        x: torch.Tensor = MXTensor(*in_records(*quantized(a)), torch.bfloat16)
+        x: torch.Tensor = MXTensor(*packed_views(*quantized(a)), torch.bfloat16)
     else:
         x = a.requires_grad_()
     out = to_mxfp8_then_scaled_grouped_mm(x, w.transpose(-2, -1), offs, kernel_preference=path, wgrad_with_hp=True, **options)
@@ -86,7 +88,7 @@ def test_wgrad_of_two_mx_operands(out_dtype: torch.dtype):
     g = quantized(torch.randn(M, N, device="cuda"))
     x = quantized(a)
     exact = torch.ops.mxep.grouped_wgrad_mx(*g, *x, offs, torch.float32, "exact")
-    for operands_of in (lambda mx: mx, lambda mx: in_records(*mx)):
+    for operands_of in (lambda mx: mx, lambda mx: packed_views(*mx)):
         for path in FP8_PATHS:
             dw = torch.ops.mxep.grouped_wgrad_mx(*operands_of(g), *operands_of(x), offs, out_dtype, path)
             assert relative_error(dw, exact.double()) <= 2.0e-3
@@ -108,7 +110,7 @@ def test_sums_added_to_a_gradient(path: str):
     g, x = quantized(torch.randn(M, N, device="cuda")), quantized(a)
     before = torch.randn(len(ENDS), N, K, device="cuda")
     into = before.clone()
-    torch.ops.mxep.grouped_wgrad_mx(*in_records(*g), *in_records(*x), offs, torch.float32, path, out=into, accumulate=True)
+    torch.ops.mxep.grouped_wgrad_mx(*packed_views(*g), *packed_views(*x), offs, torch.float32, path, out=into, accumulate=True)
     assert torch.equal(into, before + torch.ops.mxep.grouped_wgrad_mx(*g, *x, offs, torch.float32, path))
     for group in (0, 3):
         assert torch.equal(into[group], before[group])

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from tests.fp8_cases import in_records, mx_bytes, quantized, ragged
+from tests.fp8_cases import mx_bytes, quantized, ragged
+from tests.mx_cases import packed_views
 
 from mxep.ops.grouped_gemm.hopper import rebase as kernels
 from mxep.ops.grouped_gemm.hopper import rebase_reference as reference
@@ -42,7 +43,7 @@ def test_rows(width: int):
     row_map[5:40] = -1
     middle = int(reference.rebase_rows(qdata, scale, 8).spread.float().median())  # about half of the rows are wide
     for granularity, max_spread in {**MAX_SPREAD, "some": middle}.items():
-        for operands in ((qdata, scale), in_records(qdata, scale)):
+        for operands in ((qdata, scale), packed_views(qdata, scale)):
             same_rows(kernels.rebase_rows(*operands, max_spread), reference.rebase_rows(qdata, scale, max_spread), f"{width} {granularity}")
         got, want = (impl.rebase_rows(qdata, scale, max_spread, row_map) for impl in (kernels, reference))
         same_rows(got, want, f"{width} {granularity} mapped")
@@ -103,7 +104,7 @@ def same_tokens(got: reference.RebasedTokens, want: reference.RebasedTokens, wha
 def check_tokens(num_rows: int, N: int, K: int, ends: list[int], records: bool = False) -> None:
     g, a = mx_bytes(num_rows, N, "cuda", seed=1), mx_bytes(num_rows, K, "cuda", seed=2)
     offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    got = kernels.rebase_tokens(*(in_records(*g) if records else g), *(in_records(*a) if records else a), offs)
+    got = kernels.rebase_tokens(*(packed_views(*g) if records else g), *(packed_views(*a) if records else a), offs)
     same_tokens(got, reference.rebase_tokens(*g, *a, offs), f"N={N} K={K} groups={len(ends)}")
 
 

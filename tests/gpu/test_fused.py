@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,15 +20,8 @@ from mxep.moe import FusedMoE, MoE, RuntimeEPConfig
 from mxep.ops.routing.index_reference import MODES
 from mxep.recipe import RECIPES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]
 BACKEND = "cpu:gloo,cuda:nccl"
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,17 +15,9 @@ from mxep.comm import close_transports, set_transport
 from mxep.fused import autograd
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MXEP_CHECK", "0")
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
-
-
 @pytest.mark.gpu
 @GROUPS
-@pytest.mark.usefixtures("unchecked", "poison")
+@pytest.mark.usefixtures("unchecked", "on_the_gpu", "poison")
 def test_layers_alternate_on_virtual_ranks(world: int, more: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd, "_FusedMoE", FUNCTION_BY_HAND)
     groups = [VirtualGroup(ranks) for ranks in more]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,14 +19,7 @@ from mxep.comm import TRANSPORTS, close_transports, set_transport
 from mxep.device import GEMM_PATHS, resolve_gemm_path
 from mxep.moe import FusedMoE, RuntimeEPConfig, fused_experts, saved_bytes
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu() -> Iterator[None]:
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_the_gpu")]
 
 
 @pytest.mark.usefixtures("poison")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +18,8 @@ from torch import Tensor
 from mxep.comm import ExchangeError, close_transports, register, transport_of
 from mxep.moe import FusedMoE, RuntimeEPConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unchecked", "on_the_gpu")]
 REAL = {"dim": 2048, "hidden": 1408, "num_experts": 16, "top_k": 6}
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MXEP_CHECK", "0")
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
 
 
 def make_layer(group: str, **changes: Any) -> FusedMoE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.truth import relative_error
 
 from mxep import reference
 from mxep.ops.grouped_gemm.hopper.bf16_wgrad import bf16_wgrad_takes
@@ -28,10 +29,6 @@ FLOAT32_ERROR = 5e-6
 
 def groups(ends: list[int]) -> list[tuple[int, slice]]:
     return [(g, slice(start, end)) for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
-
-
-def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
-    return ((got.double() - truth).norm() / truth.norm().clamp(min=1e-30)).item()
 
 
 def assert_close_to(got: torch.Tensor, truth: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 from torch import Tensor, nn
 
 from mxep.mx.weight_cache import WeightCache
@@ -36,7 +36,7 @@ def test_error_against_float64(recipe: str, rows: int, inner: int, columns: int)
     layer = MXLinear(linear, RECIPES[recipe])
     found = results(layer, x, grad)
     for name, want, got, least in zip(("y", "dx", "dw"), truth, found, (27.5, 27.5, 26.0), strict=True):
-        assert sqnr_db(want, got.double()) > least, name
+        assert sqnr(want, got.double()) > least, name
     layer.keep_quantized(WeightCache())
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(found, results(layer, x, grad), strict=True))
@@ -59,7 +59,7 @@ def test_the_gemm_adds_the_bias(recipe: str, rows: int, inner: int, columns: int
     truth = x.double() @ linear.weight.detach().double().T + bias.double()
     errors = [float((value.double() - truth).norm()) for value in (y, without + bias)]
     assert errors[0] <= 1.001 * errors[1]
-    assert sqnr_db(y.double(), (without + bias).double()) > 45
+    assert sqnr(y.double(), (without + bias).double()) > 45
     got, want = linear.bias.grad, grad.double().sum(0)
     assert got is not None
-    assert sqnr_db(want, got.double()) > 45
+    assert sqnr(want, got.double()) > 45

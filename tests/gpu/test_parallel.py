@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from mxep.train.metrics import read_metrics
+from tests.steps import losses_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
@@ -42,7 +41,7 @@ def test_losses_do_not_depend_on_the_way(tmp_path: Path, recipe: str) -> None:
     for name, process in started.items():
         said, _ = process.communicate(timeout=280)
         assert process.returncode == 0, f"{name}: {said}"
-        losses[name] = [record["loss"] for record in read_metrics(tmp_path / name / "metrics.jsonl") if record["kind"] == "step"]
+        losses[name] = losses_of(tmp_path / name)
     assert len(losses["plain"]) == 6
     for name in WAYS:
         assert losses[name] == pytest.approx(losses["plain"], rel=0.02), name

@@ -27,12 +27,6 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checking mode off: its collectives and syncs are not tested here."""
-    monkeypatch.setenv("MXEP_CHECK", "0")
-
-
 def leaves(device: str, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(SPLITS[0], D, generator=g), torch.randn(L, N, D, generator=g) / 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.mx_cases import assert_same_bytes
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 from torch import Tensor
 
 import mxep.operators  # noqa: F401
@@ -52,7 +52,7 @@ def test_weighted_sums_against_float64(sums: int, choices: int, width: int, dtyp
     found, again = (ways(grad, rows, slots, weights) for _ in range(2))
     want = truth(grad, rows, slots, weights)
     for expected, value, bound in zip(want, (found[0], found[1][slots.long()], found[2]), (least, least, 120), strict=True):
-        assert sqnr_db(expected, value) > bound
+        assert sqnr(expected, value) > bound
     for value, same in zip(found, again, strict=True):
         assert torch.equal(value, same), "the same bits every time"
     assert_same_bytes(found[1], reference.reduce_rows_backward(grad, rows, slots, weights)[0].cpu())
@@ -67,5 +67,5 @@ def test_past_two_billion_values(no_sync) -> None:
     with no_sync():
         out, d_rows, d_weights = ways(grad, rows, slots, weights)
     for want, value in zip(truth(grad[-9:], rows, slots[-9:], weights[-9:]), (out[-9:], d_rows[few], d_weights[-9:]), strict=True):
-        assert sqnr_db(want, value) > 50
+        assert sqnr(want, value) > 50
     assert not out[:-9].any()

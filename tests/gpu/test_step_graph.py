@@ -17,13 +17,8 @@ from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.trainer import Trainer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unchecked")]
 STEPS, BAD = 10, 7  # a step of the graph
-
-
-@pytest.fixture(autouse=True)
-def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MXEP_CHECK", "0")  # checks read values on the host
 
 
 @pytest.fixture

@@ -25,17 +25,12 @@ from mxep.grouped_mm.products import gemm_options
 from mxep.ops import kernels
 from mxep.recipe import RECIPES, Recipe
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unchecked")]
 
 D, N, L = 256, 160, 3
 RECIPE = RECIPES["mxfp8_wgrad_with_hp"]
 BY_HAND = ByHand(OverlappedEPGroupedMM)
 _LATE_CYCLES = 300_000_000  # of a kernel that holds a stream, some 150 ms
-
-
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MXEP_CHECK", "0")
 
 
 def weights(rank: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 
@@ -38,7 +38,7 @@ def test_loss_and_gradients(family: str) -> None:
         found.append((float(loss.detach()), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}))
     (want, of_bf16), (got, ours) = found
     assert got == pytest.approx(want, rel=2e-3)
-    assert sqnr_db(of_bf16["lm_head.weight"], ours["lm_head.weight"]) > 15
+    assert sqnr(of_bf16["lm_head.weight"], ours["lm_head.weight"]) > 15
     assert all(gradient.isfinite().all() for gradient in ours.values())
     assert ("norms" in done.left) == (importlib.util.find_spec("liger_kernel") is None)
 
@@ -67,7 +67,7 @@ def test_compiled_layers(recipe: str) -> None:
         assert got == pytest.approx(want, rel=1e-3)
         assert eager.keys() == graph.keys()
         assert any(".0.mlp.experts" in name for name in eager) != frozen
-        least = min((sqnr_db(eager[name], graph[name]), name) for name in eager if ".gate." not in name)
+        least = min((sqnr(eager[name], graph[name]), name) for name in eager if ".gate." not in name)
         assert least[0] > 12, least
 
 
@@ -102,7 +102,7 @@ def test_norms_by_fused_kernels(family: str, width: int) -> None:
             convert_norm(norm, form)
         y = norm(x)
         results = y.detach(), *torch.autograd.grad(y, (x, norm.weight), grad)
-        distances.append([sqnr_db(want, got.double()) for want, got in zip(truth, results, strict=True)])
+        distances.append([sqnr(want, got.double()) for want, got in zip(truth, results, strict=True)])
     assert min(distances[0]) > 40
     for plain, fused in zip(*distances, strict=True):
         assert fused > plain - 1.0, distances
@@ -130,7 +130,7 @@ def test_rotary_embedding_of_liger_kernel(family: str, monkeypatch: pytest.Monke
         results.append((logits.detach(), *grads))
     assert len(launches) == len(attention) == 2
     for one, other in zip(*results, strict=True):
-        assert sqnr_db(one, other) > 25
+        assert sqnr(one, other) > 25
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3"])
@@ -156,4 +156,4 @@ def test_routers(family: str, no_sync: Callable[[], AbstractContextManager[None]
     with no_sync():
         got = run()
     for one, other in zip(want, got, strict=True):
-        assert sqnr_db(one, other) > 60
+        assert sqnr(one, other) > 60

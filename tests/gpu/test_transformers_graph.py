@@ -19,13 +19,8 @@ from mxep.integrations.transformers_graph import GraphedStep  # noqa: E402
 from mxep.parallel.frozen_base import quantize_base  # noqa: E402
 from mxep.step_graph import EAGER_STEPS  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unchecked")]
 RECOMPUTED = {"use_reentrant": False, "preserve_rng_state": False}
-
-
-@pytest.fixture(autouse=True)
-def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MXEP_CHECK", "0")  # checks read values on the host
 
 
 class Run:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.ranks import free_port
+from tests.steps import losses_of, records_of
 from tests.train.test_nodes import clean_environment
-
-from mxep.train.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +45,7 @@ def losses(out: Path, hosts: int, options: list[str]) -> tuple[list[float], str]
     ]
     said = [agent.communicate(timeout=180)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0] * hosts, "\n".join(said)[-4000:]
-    return [record["loss"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"], "\n".join(said)
+    return losses_of(out), "\n".join(said)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_two_hosts_train_as_one_does(tmp_path: Path, options: list[str], transpo
     assert two[-1] < two[0] - 1
     worst = max(abs(a / b - 1) for a, b in zip(one, two, strict=True))
     assert worst < 1e-3, (worst, one, two)
-    run = next(record for record in read_metrics(tmp_path / "two" / "metrics.jsonl") if record["kind"] == "run")
+    (run,) = records_of(tmp_path / "two", "run")
     assert run["transport"] == transport
     if transport == "collective":
         assert "its ranks are on 2 hosts" in said

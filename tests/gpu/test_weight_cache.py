@@ -24,18 +24,10 @@ from mxep.ops.grouped_gemm.hopper import quantize_weight
 from mxep.parallel import MXLinear, cache_quantized_weights
 from mxep.recipe import RECIPES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unchecked", "on_the_gpu")]
 D, H, E, ROWS = 256, 192, 4, 320
 LATE_CYCLES = 50_000_000  # some 25 ms
 POISON = 0xFF
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MXEP_CHECK", "0")
-    torch.set_default_device("cuda")
-    yield
-    torch.set_default_device(None)
 
 
 def make(kind: str, recipe: str) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,7 +70,7 @@ def test_gradients_of_adapters_are_those_of_grouped_mm(family: str) -> None:
     assert len(want) > len(of_experts)
     assert all("lora_" in name for name in want)
     for name in want:
-        assert 17 < sqnr_db(want[name], ours[name]) < 60, name
+        assert 17 < sqnr(want[name], ours[name]) < 60, name
 
 
 class _Names(TorchDispatchMode):
@@ -103,7 +103,7 @@ def test_a_merged_model_is_the_adapted_one() -> None:
     merged = model.merge_and_unload()
     assert merged.get_experts_implementation() == {"": "mxep"}
     assert not [name for name, _ in merged.named_parameters() if "lora_" in name]
-    assert sqnr_db(want, merged(input_ids=tokens_of(0)).logits) > 40
+    assert sqnr(want, merged(input_ids=tokens_of(0)).logits) > 40
 
 
 def preferences() -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.test_blocks import Count
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -130,7 +130,7 @@ def test_experts_are_those_of_grouped_mm(name: str, recipe: str) -> None:
     want = run(experts, "grouped_mm", inputs, grad)
     for key, value in run(experts, NAMES[recipe], inputs, grad).items():
         assert value.dtype == want[key].dtype
-        found, rounded = sqnr_db(want[key], value), recipe != "hp" and key != "down_proj_bias"  # the sum of a gradient that is plain
+        found, rounded = sqnr(want[key], value), recipe != "hp" and key != "down_proj_bias"  # the sum of a gradient that is plain
         least = 19 if key == "dscores" else 21  # 74 numbers, each after three products
         assert least < found < 40 if rounded else found > 100, f"{key}: {found:.1f} dB"
 
@@ -248,7 +248,7 @@ def test_a_model_trains(around: str, name: str, tmp_path: Path) -> None:
         losses[-1].backward()
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-3)
     want, found = plain.get_parameter(OF_EXPERTS).grad, model.get_parameter(OF_EXPERTS).grad
-    assert 21 < sqnr_db(want, found) < 40
+    assert 21 < sqnr(want, found) < 40
     if around == "plain":
         assert model.eval().generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 24)
         model.save_pretrained(tmp_path)
@@ -305,11 +305,11 @@ def on_two_ranks(rank: int, world: int, folder: str, device: str, transport: str
             found[how]["loss"] = loss.detach()
         want, exact, rounded = found.values()
         for key in want:
-            assert sqnr_db(want[key], exact[key]) > 90, (name, sizes, key)
-            assert sqnr_db(want[key], rounded[key]) > (17 if key.endswith("_proj.bias") else 20), (name, sizes, key)  # sums of few tokens
+            assert sqnr(want[key], exact[key]) > 90, (name, sizes, key)
+            assert sqnr(want[key], rounded[key]) > (17 if key.endswith("_proj.bias") else 20), (name, sizes, key)  # sums of few tokens
         of_experts = [key for key in want if key.endswith("experts.down_proj")]
         assert of_experts
-        assert all(sqnr_db(want[key], rounded[key]) < 40 for key in of_experts), (name, sizes)
+        assert all(sqnr(want[key], rounded[key]) < 40 for key in of_experts), (name, sizes)
     close_transports()
 
 
@@ -350,7 +350,7 @@ def test_experts_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for key, value in found.items():
-        assert sqnr_db(want[key], value.cpu()) > (19 if key == "dscores" else 21), key
+        assert sqnr(want[key], value.cpu()) > (19 if key == "dscores" else 21), key
 
 
 @pytest.mark.gpu
@@ -417,7 +417,7 @@ def test_convert_experts_converts_them_too() -> None:
     assert mxep.convert_experts(model, "experts") == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
     for one in (plain, model):
         one(input_ids=tokens, labels=tokens).loss.backward()
-    assert 21 < sqnr_db(plain.get_parameter(OF_EXPERTS).grad, model.get_parameter(OF_EXPERTS).grad) < 40
+    assert 21 < sqnr(plain.get_parameter(OF_EXPERTS).grad, model.get_parameter(OF_EXPERTS).grad) < 40
     model.set_experts_implementation("eager")
     with pytest.raises(ValueError, match=r"called neither torch\._grouped_mm nor"):
         model(tokens)

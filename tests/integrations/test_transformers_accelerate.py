@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,7 +73,7 @@ def test_a_model_trains_as_before_and_is_undone(family: str) -> None:
     assert set(ours) == set(of_bf16)
     for name, gradient in of_bf16.items():
         assert gradient.count_nonzero()
-        assert sqnr_db(gradient, ours[name]) > (3 if "router" in name or "gate.weight" in name or "k_proj.bias" in name else 10), name
+        assert sqnr(gradient, ours[name]) > (3 if "router" in name or "gate.weight" in name or "k_proj.bias" in name else 10), name
     done.undo()
     assert done.converted == {}
     assert not any(isinstance(module, MXLinear) or "forward" in vars(module) for module in model.modules())
@@ -163,7 +163,7 @@ def test_backward_hooks_of_the_head(returns_dict: bool) -> None:
     output[0].backward()
     assert seen == [model.config.hidden_size]
     torch.testing.assert_close(output[0], want, rtol=2e-3, atol=0.0)
-    assert sqnr_db(of_model["lm_head.weight"], model.lm_head.weight.grad) > 40
+    assert sqnr(of_model["lm_head.weight"], model.lm_head.weight.grad) > 40
 
 
 def test_a_loss_that_is_set_afterwards_is_the_models() -> None:
@@ -327,7 +327,7 @@ def test_compiled() -> None:
     got, compiled = gradients(model, **inputs)
     torch.testing.assert_close(got, want, rtol=2e-3, atol=0.0)  # experts in a graph work GEMM by GEMM
     for name, gradient in eager.items():
-        assert sqnr_db(gradient, compiled[name]) > 15, name
+        assert sqnr(gradient, compiled[name]) > 15, name
 
 
 def test_saved_loaded_and_copied(tmp_path: Path) -> None:

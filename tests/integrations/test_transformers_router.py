@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
@@ -68,7 +68,7 @@ def test_a_converted_router(family: str, dtype: torch.dtype) -> None:
     least = 90 if dtype == torch.float32 else 40
     for want, got in zip(*found, strict=True):
         assert got.dtype == want.dtype
-        assert sqnr_db(want, got) > least
+        assert sqnr(want, got) > least
     assert router(x[:, :0].flatten(0, 1))[1].shape == (0, 2)
     convert_router(router, form)
     assert router(x[:, :0].flatten(0, 1))[1].shape == (0, 2)
@@ -81,7 +81,7 @@ def test_the_balance_loss_of_a_model_with_converted_routers() -> None:
     done = transformers_5.accelerate(model, "hp", linears=None, head=False)
     got, ours = gradients(model, **inputs)
     assert got.item() == pytest.approx(want.item(), rel=2e-3)
-    assert min(sqnr_db(of_model[name], ours[name]) for name in ours if "mlp.gate" in name) > 10  # some tokens change their experts
+    assert min(sqnr(of_model[name], ours[name]) for name in ours if "mlp.gate" in name) > 10  # some tokens change their experts
     assert sum(what.startswith("router") for what in done.converted.values()) == 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,16 +29,10 @@ from mxep.mx.weight_cache import WeightCache
 from mxep.parallel import MXLinear, cache_quantized_weights, parallelize_moe
 from mxep.recipe import RECIPES
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 MXFP8 = "mxfp8_wgrad_with_hp"
 CONFIG = MoEConfig(64, 96, 4, 2)
 KINDS = ("plain", "ep", "fsdp")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

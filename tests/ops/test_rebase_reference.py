@@ -7,8 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from tests.fp8_cases import E4M3, E8M0, float64, in_records, mx_bytes, quantized, ragged, relative_error
-from tests.truth import raises_naming
+from tests.fp8_cases import E4M3, E8M0, float64, mx_bytes, quantized, ragged
+from tests.mx_cases import packed_views
+from tests.truth import raises_naming, relative_error
 
 from mxep.ops.grouped_gemm import reference as fp8_reference
 from mxep.ops.grouped_gemm.hopper import gemm as fp8_kernels
@@ -223,7 +224,7 @@ def test_row_map_and_strided_records():
     qdata, scale = mx_bytes(50, 160)
     row_map = torch.tensor([3, -1, 0, 49, 3], dtype=torch.int32)
     plain = reference.rebase_rows(qdata, scale, 8)
-    for operands in ((qdata, scale), in_records(qdata, scale)):
+    for operands in ((qdata, scale), packed_views(qdata, scale)):
         mapped = reference.rebase_rows(*operands, 8, row_map)
         for p, source in enumerate(row_map.tolist()):
             if source < 0:

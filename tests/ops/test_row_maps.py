@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.fp8_cases import in_records, mx_bytes, quantized
+from tests.fp8_cases import mx_bytes, quantized
+from tests.mx_cases import packed_views
 from tests.truth import assert_same
 
 from mxep import reference
@@ -58,7 +59,7 @@ def row_map(rows: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [0, 1, 301])
 @pytest.mark.parametrize("path", PATHS)
 def test_product(path: str, rows: int, gathers: list):
-    a, order = in_records(*mx_bytes(rows, K, seed=1)), row_map(rows, 2)
+    a, order = packed_views(*mx_bytes(rows, K, seed=1)), row_map(rows, 2)
     b = quantized(torch.randn(len(OFFS), N, K, generator=torch.Generator().manual_seed(3)))
     got = paths.grouped_mm_mx(*a, *b, OFFS, torch.bfloat16, path, order)
     assert_same(got, paths.grouped_mm_mx(*reference.gather_mx_rows(*a, order), *b, OFFS, torch.bfloat16, path), path)
@@ -70,7 +71,7 @@ def test_product(path: str, rows: int, gathers: list):
 @pytest.mark.parametrize("path", PATHS)
 def test_wgrad(path: str, maps: str, gathers: list):
     rows = {name: 301 if maps in (name, "both") else M for name in ("g", "a")}
-    g, a = in_records(*mx_bytes(rows["g"], N, seed=4)), in_records(*mx_bytes(rows["a"], K, seed=5))
+    g, a = packed_views(*mx_bytes(rows["g"], N, seed=4)), packed_views(*mx_bytes(rows["a"], K, seed=5))
     g_map, a_map = (row_map(301, seed) if maps in (name, "both") else None for seed, name in enumerate(rows))
     got = paths.grouped_wgrad_mx(*g, *a, OFFS, torch.float32, path, g_map, a_map)
     assert len(gathers) == (path == "exact") * (2 if maps == "both" else 1)
@@ -80,7 +81,7 @@ def test_wgrad(path: str, maps: str, gathers: list):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_wgrad_of_halves(path: str, gathers: list):
-    g, a, order = in_records(*mx_bytes(M, 2 * K, seed=6)), in_records(*mx_bytes(301, K, seed=7)), row_map(301, 8)
+    g, a, order = packed_views(*mx_bytes(M, 2 * K, seed=6)), packed_views(*mx_bytes(301, K, seed=7)), row_map(301, 8)
     got = paths.grouped_wgrad_mx_gate_up(*g, *a, OFFS, torch.float32, path, order)
     assert len(gathers) == (path == "exact"), "once for both halves"
     want = paths.grouped_wgrad_mx_gate_up(*g, *reference.gather_mx_rows(*a, order), OFFS, torch.float32, path)

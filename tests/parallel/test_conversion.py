@@ -7,7 +7,8 @@ import io
 
 import pytest
 import torch
-from tests.user_experts import CallingExperts, PublicExperts, StackedExperts, TitanExperts, sqnr_db
+from tests.truth import sqnr
+from tests.user_experts import CallingExperts, PublicExperts, StackedExperts, TitanExperts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,7 +49,7 @@ def test_conversion_computes_in_mxfp8(kind: type[StackedExperts]) -> None:
     assert convert_experts(converted, "experts", "mxfp8_wgrad_with_hp") == ["layers.0.experts", "layers.1.experts"]
     for reference, value, called in zip(run(plain), run(converted), run(model(CallingExperts)), strict=True):
         assert not torch.equal(reference, value)
-        assert sqnr_db(reference, value) >= 20  # through two layers of three GEMMs; one GEMM alone below
+        assert sqnr(reference, value) >= 20  # through two layers of three GEMMs; one GEMM alone below
         assert torch.equal(value, called)  # the numbers of code that calls the MXFP8 GEMM itself
     assert list(plain.state_dict()) == list(converted.state_dict())
 
@@ -68,7 +69,7 @@ def test_one_converted_gemm_is_as_exact_as_mxfp8_is() -> None:
         y.backward(torch.randn(192, 96, generator=torch.Generator().manual_seed(8)).bfloat16())
         results.append((y, x.grad, experts.w1.grad))
     for name, floor_db, reference, value in zip(("o", "dx", "dw"), (27, 25, 24), *results, strict=True):
-        assert sqnr_db(reference, value) >= floor_db, name
+        assert sqnr(reference, value) >= floor_db, name
     assert not torch.equal(results[0][0], results[1][0])
 
 
@@ -265,4 +266,4 @@ def test_operands_by_name(names: tuple[str, str]) -> None:
     want = experts(x, COUNTS)
     net = nn.ModuleDict({"experts": experts})
     convert_experts(net, "experts", "mxfp8_wgrad_with_hp")
-    assert 20 < sqnr_db(want, net["experts"](x, COUNTS)) < 60
+    assert 20 < sqnr(want, net["experts"](x, COUNTS)) < 60

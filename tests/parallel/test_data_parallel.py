@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.user_experts import CallingExperts, sqnr_db
+from tests.truth import sqnr
+from tests.user_experts import CallingExperts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -86,7 +87,7 @@ def compare(net: nn.Module, want: dict[str, Tensor], exact: bool) -> float:
         assert p.grad is not None, name
         grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         reference = want[name.removeprefix("module.")]
-        found[name] = ((grad - reference).norm() / reference.norm()).item() if exact else sqnr_db(reference, grad)
+        found[name] = ((grad - reference).norm() / reference.norm()).item() if exact else sqnr(reference, grad)
         assert (found[name] < 1e-5) if exact else (found[name] > 40), (name, found[name])
     assert len(found) == len(want)
     return max(found.values()) if exact else min(found.values())
@@ -156,7 +157,7 @@ def check_users_experts(rank: int, world: int, meshes) -> None:
     for part in x:  # the same rows meet the same experts, so the gradient is the sum over ranks
         reference(part).square().sum().backward()
     for p, q in zip(layer.parameters(), reference.parameters(), strict=True):
-        assert sqnr_db(q.grad, p.grad.full_tensor()) > 22  # the reference's wgrad sees the rows before they were quantised
+        assert sqnr(q.grad, p.grad.full_tensor()) > 22  # the reference's wgrad sees the rows before they were quantised
 
 
 def ddp_ranks(rank: int, world: int) -> None:

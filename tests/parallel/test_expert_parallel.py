@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.ranks import RankError, run_ranks
-from tests.user_experts import CallingExperts, TitanExperts, sqnr_db
+from tests.truth import sqnr
+from tests.user_experts import CallingExperts, TitanExperts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -104,11 +105,11 @@ def check_style(mesh, dtype: torch.dtype, kind: str, recompute: bool, seed: int)
     what = f"{kind} {dtype} rank {rank}"
     assert torch.equal(y.detach(), same[0][rank]), what
     assert torch.equal(x.grad, same[1][rank]), what
-    assert sqnr_db(truth[0][rank], y.detach()) > 22 or not len(y), what
-    assert sqnr_db(truth[1][rank], x.grad) > 22 or not len(y), what
+    assert sqnr(truth[0][rank], y.detach()) > 22 or not len(y), what
+    assert sqnr(truth[1][rank], x.grad) > 22 or not len(y), what
     for grad, want, exact in zip(grads, same[2], truth[2], strict=True):
-        assert sqnr_db(want, grad) > 40, what
-        assert sqnr_db(exact, grad) > 22, what
+        assert sqnr(want, grad) > 40, what
+        assert sqnr(exact, grad) > 22, what
     assert layer["experts"]._ep_dispatched is None
 
 

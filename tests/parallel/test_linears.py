@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -52,9 +52,9 @@ def test_against_float64_and_high_precision(recipe: str, dtype: torch.dtype, tok
     found = results(MXLinear(linear, RECIPES[recipe]), x, grad)
     for name, least in {"y": 27.5, "dx": 27.0, "weight": 26.0, "bias": 45.0}.items():
         assert found[name].shape == truth[name].shape
-        assert sqnr_db(truth[name], found[name]) > least, name
+        assert sqnr(truth[name], found[name]) > least, name
     if RECIPES[recipe].wgrad == "hp":
-        assert torch.equal(found["weight"], plain["weight"]) or sqnr_db(truth["weight"], found["weight"]) > 50, "the operands unchanged"
+        assert torch.equal(found["weight"], plain["weight"]) or sqnr(truth["weight"], found["weight"]) > 50, "the operands unchanged"
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
@@ -233,7 +233,7 @@ def test_hooks_stay() -> None:
         model[1].weight_orig.mul_(2)
     out = model(x)
     assert seen == [(nn.Linear, (40, 96)), (MXLinear, (40, 96))]
-    assert sqnr_db(2 * (want - model[1].bias) + model[1].bias, out) > 20
+    assert sqnr(2 * (want - model[1].bias) + model[1].bias, out) > 20
     out.sum().backward()
     assert model[1].weight_orig.grad is not None
     assert torch.equal(model[1].weight_orig.grad == 0, model[1].weight_mask == 0)

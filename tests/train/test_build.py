@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, trainer
-from tests.user_experts import sqnr_db
+from tests.truth import sqnr
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -143,7 +143,7 @@ def check_case(world: int, shape: ModelConfig, build: Build, degrees: ParallelDi
         assert isinstance(gradient, DTensor), name
         grad = gradient.full_tensor()
         error = float((grad - want[name]).norm() / want[name].norm())
-        assert error < 2e-5 if exact else sqnr_db(want[name], grad) > 24, (name, error)
+        assert error < 2e-5 if exact else sqnr(want[name], grad) > 24, (name, error)
     everywhere: list = [None] * world
     dist.all_gather_object(everywhere, set(gradients))
     assert set().union(*everywhere) == set(want)

@@ -222,7 +222,6 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_use_is_an_error_before_anything_starts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
     argv, message = WRONG[name]
     assert main(["train", "--device", "cpu", *argv]) == 2
     assert f"mxep train: error: {message}" in capsys.readouterr().err
@@ -237,7 +236,6 @@ def test_a_machines_own_ranks_report_what_it_lacks(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_gpu_asked_for_without_one(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main(["train", "--device", "cuda"]) == 2
     assert "torch sees no CUDA GPU here; use --device cpu" in capsys.readouterr().err

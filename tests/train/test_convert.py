@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.full_disk import full_beyond
-from tests.steps import written_before
+from tests.steps import trainer, written_before
 
 from mxep.cli import main
 from mxep.models.families import build_model
@@ -19,27 +18,11 @@ from mxep.models.huggingface_writer import save_published
 from mxep.models.presets import resolve_model
 from mxep.mx import quantize_mx
 from mxep.recipe import resolve_recipe
-from mxep.train.config import TrainConfig
-from mxep.train.distributed import Ranks
 from mxep.train.trainer import Trainer
 
 
-@pytest.fixture(autouse=True)
-def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
-    return str(path)
-
-
-def trainer(out: Path, text: str, **options: object) -> Trainer:
-    small = {"model": "qwen3_debug_cpu", "device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "steps": 4, "data": (text,)}
-    config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
-    return Trainer(config, Ranks(0, 1, torch.device("cpu")), out)
+def run_of(out: Path, text: str, **options: object) -> Trainer:
+    return trainer(0, 1, out, **{"model": "qwen3_debug_cpu", "steps": 4, "data": (text,), **options})
 
 
 @pytest.mark.parametrize(("preset", "layers"), [("qwen3_debug_cpu", None), ("dsv3_debug_cpu", None), ("dsv3_debug_cpu", 2)])
@@ -47,7 +30,7 @@ def test_a_run_becomes_a_folder(
     preset: str, layers: int | None, tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = preset if layers is None else f"{preset}_of_{layers}_layers"
-    run = trainer(tmp_path / "run", text, model=preset, layers=layers)
+    run = run_of(tmp_path / "run", text, model=preset, layers=layers)
     assert (run.facts()["model"]["name"], run.describe()[0].split(":")[0]) == (model, f"model {model}")
     run.step()
     checkpoint = run.save()
@@ -72,11 +55,11 @@ def test_a_run_becomes_a_folder(
 
 
 def test_a_run_starts_from_a_folder(tmp_path: Path, text: str, one_rank: None) -> None:
-    first = trainer(tmp_path / "first", text, seed=3)
+    first = run_of(tmp_path / "first", text, seed=3)
     first.step()
     first.save()
     assert main(["convert", str(tmp_path / "first"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
-    second = trainer(tmp_path / "second", text, init_from=tmp_path / "hf", cache_weights=True)
+    second = run_of(tmp_path / "second", text, init_from=tmp_path / "hf", cache_weights=True)
     assert f"weights from {tmp_path / 'hf'}; the data's tokens are bytes" in "\n".join(second.describe())
     for (name, value), (_, want) in zip(second.model.named_parameters(), first.model.named_parameters(), strict=True):
         assert torch.equal(value, want), name
@@ -85,7 +68,7 @@ def test_a_run_starts_from_a_folder(tmp_path: Path, text: str, one_rank: None) -
 
 def test_a_run_and_folders_in_mxfp8(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     """A run is written in MXFP8, another starts from that, and the folder becomes bf16: the same weights everywhere, rounded once."""
-    first = trainer(tmp_path / "first", text, seed=3)
+    first = run_of(tmp_path / "first", text, seed=3)
     first.save()
     assert main(["convert", str(tmp_path / "first"), str(tmp_path / "mx"), "--dtype", "mxfp8"]) == 0
     assert main(["convert", str(tmp_path / "mx"), str(tmp_path / "bf16")]) == 0
@@ -96,7 +79,7 @@ def test_a_run_and_folders_in_mxfp8(tmp_path: Path, text: str, one_rank: None, c
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "bf16").decode([104, 105]) == "hi"
     described = json.loads((tmp_path / "mx" / "config.json").read_text())
     assert (described["torch_dtype"], described["quantization_config"]["format"]) == ("bfloat16", "mxfp8-quantized")
-    second, third = (trainer(tmp_path / f"{name}_run", text, model=None, init_from=tmp_path / name) for name in ("mx", "bf16"))
+    second, third = (run_of(tmp_path / f"{name}_run", text, model=None, init_from=tmp_path / name) for name in ("mx", "bf16"))
     for (name, got), (_, plain) in zip(second.model.named_parameters(), first.model.named_parameters(), strict=True):
         in_mxfp8 = name.split(".")[-1] in ("w1", "w2", "w3") or ".attention.w" in name
         rounded = quantize_mx(plain.bfloat16()).dequantize().float() if in_mxfp8 else plain.bfloat16().float()
@@ -109,7 +92,7 @@ def test_a_folder_describes_the_trained_model(
     yarn: str, scaling: str | None, context: int, tmp_path: Path, text: str, one_rank: None
 ) -> None:
     """Without YaRN a folder has no rope_scaling, and the library's logits and a run from the folder are those of the run."""
-    run = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, yarn=yarn, recipe="bf16")
+    run = run_of(tmp_path / "run", text, model="dsv3_debug", layers=2, yarn=yarn, recipe="bf16")
     run.model.init_weights(3)
     run.bias_hook.layers.clear()  # no bias, which the library would lack
     run.step()
@@ -117,7 +100,7 @@ def test_a_folder_describes_the_trained_model(
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     described = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert ((described["rope_scaling"] or {}).get("type"), described["max_position_embeddings"]) == (scaling, context)
-    again = trainer(tmp_path / "again", text, model=None, init_from=tmp_path / "hf", recipe="bf16")
+    again = run_of(tmp_path / "again", text, model=None, init_from=tmp_path / "hf", recipe="bf16")
     assert again.settings.yarn == run.settings.yarn == (scaling is not None)
     tokens = torch.arange(48).view(2, 24) * 37 % 2048
     with torch.no_grad():
@@ -130,15 +113,15 @@ def test_a_folder_describes_the_trained_model(
 
 def test_a_checkpoint_from_before_shapes_were_kept(tmp_path: Path, text: str, one_rank: None) -> None:
     """It says the preset's name alone; its YaRN was applied at every length."""
-    run = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, yarn="on")
+    run = run_of(tmp_path / "run", text, model="dsv3_debug", layers=2, yarn="on")
     checkpoint = run.save()
     written_before(checkpoint, lambda facts: [facts["identity"].pop(name) for name in ("shape", "yarn")])
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["type"] == "yarn"
-    resumed = trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, resume=True, shape={})
+    resumed = run_of(tmp_path / "run", text, model="dsv3_debug", layers=2, resume=True, shape={})
     assert resumed.settings.yarn
     with pytest.raises(ValueError, match="yarn was on, is off"):
-        trainer(tmp_path / "run", text, model="dsv3_debug", layers=2, resume=True, yarn="off")
+        run_of(tmp_path / "run", text, model="dsv3_debug", layers=2, resume=True, yarn="off")
 
 
 def test_another_model_is_an_error_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +143,7 @@ def test_another_model_is_an_error_before_anything_starts(tmp_path: Path, capsys
 def test_runs_that_cannot_be_converted(tmp_path: Path, text: str, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path), str(tmp_path / "hf")]) == 2
     assert "is neither a checkpoint nor a run with one" in capsys.readouterr().err
-    run = trainer(tmp_path / "run", text)
+    run = run_of(tmp_path / "run", text)
     checkpoint = run.save()
     (tmp_path / "there").mkdir()
     (tmp_path / "file").touch()
@@ -189,7 +172,7 @@ def test_the_routers_options_reach_the_layers_and_the_folder(tmp_path: Path, tex
         "z_loss": 0.25,
         "bias_update_rate": 0.125,
     }
-    run = trainer(tmp_path / "run", text, **options)
+    run = run_of(tmp_path / "run", text, **options)
     assert run.model.config.balance_loss_type == "global_aux_loss"
     for layer in run.model.moe_layers():
         found = layer.config

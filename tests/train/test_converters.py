@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.steps import TrainerWithoutPlot
+from tests.steps import TrainerWithoutPlot, losses_of
 from torch import nn
 
 from mxep.models.presets import resolve_model
@@ -19,7 +19,6 @@ from mxep.recipe import Recipe
 from mxep.train import linear_choice
 from mxep.train.config import TrainConfig, load_config
 from mxep.train.distributed import Ranks
-from mxep.train.metrics import read_metrics
 from mxep.train.option_parser import read_options
 from mxep.train.trainer import Trainer
 
@@ -44,7 +43,7 @@ def trained(out: Path, *words: str) -> tuple[Trainer, list[float]]:
     config: TrainConfig = read_options([*small, *words])
     trainer = TrainerWithoutPlot(config, Ranks(0, 1, torch.device("cpu")), out)
     assert trainer.train()
-    return trainer, [record["loss"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"]
+    return trainer, losses_of(out)
 
 
 def recipes(trainer: Trainer) -> tuple[set[str], set[str]]:

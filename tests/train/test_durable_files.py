@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.full_disk import full_beyond
 
 from mxep.train import rank_launcher
@@ -70,12 +69,10 @@ def test_a_disk_that_stays_full_is_reported(tmp_path: Path, capsys: pytest.Captu
     assert "loss.png cannot be written: [Errno 27] File too large; it is left out, the run continues" in shown
 
 
-def test_a_run_continues_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_run_continues_while_the_disk_is_full(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """From step 2 to the end of step 4 of 6: the losses of a run that had room, without those lines; the last checkpoint is there."""
     pytest.importorskip("tensorboard")
-    text = tmp_path / "text.py"
-    text.write_text(Path(json.__file__).read_text())
-    small = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 6, "eval_every": 3, "data": (str(text),)}
+    small = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 6, "eval_every": 3, "data": (text,)}
     step, disk = Trainer.step, [full_beyond(0)]
 
     def stepped(trainer: Trainer) -> Any:
@@ -85,11 +82,9 @@ def test_a_run_continues_while_the_disk_is_full(tmp_path: Path, monkeypatch: pyt
         return done
 
     monkeypatch.setattr(Trainer, "step", stepped)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for name in ("roomy", "full"):
         config = TrainConfig(**small, checkpoint_every=100, tensorboard=True)  # type: ignore[arg-type]
         assert Trainer(config, Ranks(0, 1, torch.device("cpu")), tmp_path / name).train()
-    dist.destroy_process_group()
     roomy, full = (
         [(record["kind"], record["step"], record.get("loss")) for record in read_metrics(tmp_path / name / "metrics.jsonl")]
         for name in ("roomy", "full")

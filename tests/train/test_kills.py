@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import RankError, run_ranks
-from tests.steps import TrainerWithoutPlot
+from tests.steps import TrainerWithoutPlot, losses_of, records_of
 
 import mxep.train.adamw
 import mxep.train.checkpoint
@@ -27,7 +27,6 @@ from mxep.train import rank_control
 from mxep.train.checkpoint import ShardWriter, read_manifest, save_checkpoint, verify
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks, StopRequest
-from mxep.train.metrics import read_metrics
 from mxep.train.rank_control import ECHO_S, stop_signals
 from mxep.train.run_folder import list_checkpoints
 
@@ -54,11 +53,7 @@ def config(data: str, **options: Any) -> TrainConfig:
 def run(rank: int, world: int, out: str, options: TrainConfig) -> list[float]:
     torch.manual_seed(rank)
     assert TrainerWithoutPlot(options, Ranks(rank, world, torch.device("cpu")), Path(out)).train()
-    return losses(out)
-
-
-def losses(out: str) -> list[float]:
-    return [record["loss"] for record in read_metrics(Path(out) / "metrics.jsonl") if record["kind"] == "step"]
+    return losses_of(out)
 
 
 def on_call(owner: Any, name: str, number: int, act: Callable[[], None]) -> None:
@@ -154,7 +149,7 @@ def test_killed_and_resumed(tmp_path: Path, text: str, straight: list[float], mo
             verify(manifest)
     run_ranks(resumed, 2, str(tmp_path), text, mode)
     for moment in MOMENTS:
-        assert losses(str(tmp_path / moment)) == straight, moment
+        assert losses_of(tmp_path / moment) == straight, moment
         assert [path.name for path in (tmp_path / moment / "checkpoints").iterdir()] == [f"step_{STEPS:08d}"], moment
 
 
@@ -192,8 +187,8 @@ def test_the_request_after_the_guards_counts(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, text: str, straight: list[float], part: str, mode: str) -> None:
     shown, there = run_ranks(full_disk, 2, str(tmp_path), text, part, mode)[0]
-    assert losses(str(tmp_path)) == straight
-    (lost,) = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "lost_checkpoint"]
+    assert losses_of(tmp_path) == straight
+    (lost,) = records_of(tmp_path, "lost_checkpoint")
     assert "step_00000002 cannot be written" in lost["reason"]
     assert ("File too large" if part.startswith("half") else "No space left") in lost["reason"]
     assert shown.count(f"{lost['reason']}; the next checkpoint is tried in its turn") == 1

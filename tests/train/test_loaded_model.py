@@ -10,25 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.steps import TrainerWithoutPlot
+from tests.steps import trainer
 from torch import Tensor
 
 import mxep
 from mxep.parallel import MXLinear
 from mxep.train import load_model
 from mxep.train.checkpoint import DamagedCheckpointError
-from mxep.train.config import TrainConfig
 from mxep.train.data.tokenizer import ByteTokenizer
-from mxep.train.distributed import Ranks
 from mxep.train.trainer import Trainer
 
 TOKENS = torch.arange(32).view(1, 32) * 7 % 256
 
 
-def trainer(out: Path, rank: int = 0, world: int = 1, **options: object) -> Trainer:
-    small = {"model": "qwen3_debug_cpu", "device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 256, "steps": 4}
-    config = TrainConfig(**{**small, "data": (json.__file__,), **options})  # type: ignore[arg-type]
-    return TrainerWithoutPlot(config, Ranks(rank, world, torch.device("cpu")), out)
+def run_of(out: Path, rank: int = 0, world: int = 1, **options: object) -> Trainer:
+    return trainer(rank, world, out, **{"model": "qwen3_debug_cpu", "steps": 4, "data": (json.__file__,), **options})
 
 
 @torch.no_grad()
@@ -53,7 +49,7 @@ def logits(run: Trainer) -> Tensor:
     ],
 )
 def test_the_loaded_model_computes_what_the_run_did(options: dict, tmp_path: Path, one_rank: None) -> None:
-    run = trainer(tmp_path, compile_backend="aot_eager", **options)
+    run = run_of(tmp_path, compile_backend="aot_eager", **options)
     run.step()
     first = run.model.state_dict()["norm.weight"].clone()
     run.save()
@@ -74,7 +70,7 @@ def test_the_loaded_model_computes_what_the_run_did(options: dict, tmp_path: Pat
 
 
 def test_in_bf16(tmp_path: Path, one_rank: None) -> None:
-    run = trainer(tmp_path, model="dsv3_debug_cpu")
+    run = run_of(tmp_path, model="dsv3_debug_cpu")
     run.step()
     run.save()
     model = load_model(tmp_path, dtype=torch.bfloat16, device=torch.device("cpu")).model
@@ -88,7 +84,7 @@ def test_in_bf16(tmp_path: Path, one_rank: None) -> None:
 
 
 def write_run(rank: int, world: int, out: Path, degrees: dict) -> Tensor:
-    run = trainer(out, rank, world, **degrees)
+    run = run_of(out, rank, world, **degrees)
     run.step()
     run.save()
     return logits(run) if "pp" not in degrees else torch.zeros(0)
@@ -109,7 +105,7 @@ def test_from_the_checkpoint_of_several_ranks(degrees: dict, tmp_path: Path) -> 
 def test_runs_that_cannot_be_loaded(tmp_path: Path, one_rank: None) -> None:
     with pytest.raises(ValueError, match="is neither a checkpoint nor a run with one"):
         load_model(tmp_path)
-    run = trainer(tmp_path)
+    run = run_of(tmp_path)
     checkpoint = run.save()
     with pytest.raises(ValueError, match="has no checkpoint of step 7, want one of 0"):
         load_model(tmp_path, step=7)

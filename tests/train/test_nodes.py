@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.ranks import free_port
+from tests.steps import steps_of
+from tests.train_command import TINY
 
 from mxep.train.checkpoint import read_manifest
-from mxep.train.metrics import read_metrics
 from mxep.train.run_folder import find_checkpoint
 
 SLURM = Path(__file__).parents[2] / "examples" / "slurm.sh"
-SMALL = ["--device", "cpu", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--log-every", "1"]
 
 # Slurm's commands, as far as the script uses them: two nodes with a task each.
 SRUN = """#!/usr/bin/env bash
@@ -40,11 +39,9 @@ def clean_environment() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names the loopback device")
-def test_two_nodes(tmp_path: Path) -> None:
-    data = tmp_path / "text.py"
-    data.write_text(Path(json.__file__).read_text())
+def test_two_nodes(tmp_path: Path, text: str) -> None:
     out = tmp_path / "run"
-    options = [*SMALL, "--data", str(data), "--steps", "3"]
+    options = [*TINY, "--data", text, "--steps", "3"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
     launcher += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", "--local-addr=127.0.0.1", "-m", "mxep", "train"]
     agents = [
@@ -59,8 +56,8 @@ def test_two_nodes(tmp_path: Path) -> None:
 
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (commands / name).write_text(text)
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (commands / name).write_text(script)
         (commands / name).chmod(0o755)
     environment = clean_environment()
     environment |= {"PATH": f"{commands}:{environment['PATH']}", "OUT": str(out), "MASTER_PORT": str(free_port())}
@@ -68,4 +65,4 @@ def test_two_nodes(tmp_path: Path) -> None:
     done = subprocess.run([str(SLURM), *options], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "resumed at step 2" in done.stdout
-    assert [record["step"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "step"] == [1, 2, 3]
+    assert steps_of(out) == [1, 2, 3]

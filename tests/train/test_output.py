@@ -17,24 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.steps import steps_of
+from tests.steps import records_of, steps_of
+from tests.train_command import LIMIT_S, TINY, TRAIN
 
 from mxep.train.checkpoint import read_manifest
-from mxep.train.metrics import MetricsLog, progress_notes, read_metrics
+from mxep.train.metrics import MetricsLog, progress_notes
 from mxep.train.output import Output, surviving_output
 from mxep.train.rank_control import ECHO_S, stop_signals
 from mxep.train.rank_launcher import _SignalForwarder
 from mxep.train.run_folder import find_checkpoint
 
-SMALL = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
-MXEP = [sys.executable, "-m", "mxep", "train"]
-LIMIT_S = 120
-
 
 @pytest.fixture(autouse=True)
-def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PYTHONUNBUFFERED"):
-        monkeypatch.delenv(name, raising=False)
+def _buffered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
 
 class Failing(io.StringIO):
@@ -58,7 +54,7 @@ class Failing(io.StringIO):
 
 
 def lost(out: Path) -> list[tuple[int, str]]:
-    return [(record["step"], record["reason"]) for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "lost_output"]
+    return [(record["step"], record["reason"]) for record in records_of(out, "lost_output")]
 
 
 @pytest.mark.parametrize("buffered", [True, False])
@@ -165,7 +161,7 @@ def test_signals_that_stop_a_run(numbers: str, later: bool, killed: bool) -> Non
 
 
 def command(text: str, out: Path, steps: int = 1000) -> list[str]:
-    return [*MXEP, *SMALL, "--nproc", "1", "--data", text, "--steps", str(steps), "--out", str(out)]
+    return [*TRAIN, *TINY, "--nproc", "1", "--data", text, "--steps", str(steps), "--out", str(out)]
 
 
 def check_resumes(text: str, out: Path) -> None:
@@ -173,7 +169,7 @@ def check_resumes(text: str, out: Path) -> None:
     saved = read_manifest(find_checkpoint(out / "checkpoints")).step
     assert steps_of(out)[-1] == saved
     done = subprocess.run(
-        [*MXEP, "--resume", "--out", str(out), "--stop-after", str(saved + 1)], capture_output=True, text=True, timeout=LIMIT_S
+        [*TRAIN, "--resume", "--out", str(out), "--stop-after", str(saved + 1)], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
     assert steps_of(out) == list(range(1, saved + 2))
@@ -215,7 +211,7 @@ def test_a_closed_terminal_leaves_a_checkpoint(tmp_path: Path, text: str) -> Non
 def test_a_closed_terminal_under_torchrun(tmp_path: Path, text: str) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     options = ["--data", text, "--steps", "1000", "--out", str(tmp_path / "run")]
-    process, terminal = start_in_terminal([*launcher, "mxep.cli", "train", *SMALL, *options])
+    process, terminal = start_in_terminal([*launcher, "mxep.cli", "train", *TINY, *options])
     read_until(terminal, b"step:    3  loss")
     os.close(terminal)
     process.wait(LIMIT_S)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -134,13 +132,6 @@ def test_no_candidate_changes_a_bit(fused: bool, one_rank: None) -> None:
         found = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
         want = want or found
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)), modes
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
-    return str(path)
 
 
 def test_a_run_resumes_with_another_choice(tmp_path: Path, text: str, one_rank: None) -> None:

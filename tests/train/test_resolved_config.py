@@ -111,7 +111,7 @@ def test_an_older_run_resumes_unchanged(tmp_path: Path) -> None:
     assert resolve(load_config(tmp_path), "cpu", 1).shape == MODELS["qwen3_debug"]
 
 
-def test_resuming_keeps_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_keeps_the_model(tmp_path: Path) -> None:
     """Even if the folder has changed; another --model is resolved, and YaRN stays as the run decided unless it is given."""
     path, out = folder(tmp_path / "mine", "dsv3_16b"), tmp_path / "run"
     (out / "checkpoints" / "step_00000003").mkdir(parents=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.steps import done, same, state_of, steps_of, trainer, written_before
+from tests.steps import done, losses_of, records_of, same, state_of, steps_of, trainer, written_before
 
 import mxep.train.resume
 from mxep.train.checkpoint import read_manifest
@@ -71,7 +71,7 @@ def test_a_named_change_begins_a_stage(
     assert "resumed at step 3\n" in shown
     assert f"a new stage begins after step 3 ({named}); weights and moments stay" in shown
     assert f"the order of its data {order}\n" in shown
-    (record,) = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "change"]
+    (record,) = records_of(tmp_path / "run", "change")
     manifest = read_manifest(find_checkpoint(tmp_path / "run" / "checkpoints"))
     assert manifest.facts["stages"] == [{"step": 3, "changed": record["stage"]}]
     saved = load_config(tmp_path / "run")
@@ -149,7 +149,7 @@ def test_changed_options_are_printed(tmp_path: Path, text: str, one_rank: None, 
     ):
         assert line in shown, line
     assert "new stage" not in shown
-    (record,) = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "change"]
+    (record,) = records_of(tmp_path, "change")
     assert record["options"]["weight_decay"] == [0.1, 0.2]
     assert (record["step"], record["stage"]) == (3, {})
     assert record["schedule"].startswith("schedule: recomputed")
@@ -250,7 +250,7 @@ def test_constant_then_decay_is_extended(tmp_path: Path, text: str, one_rank: No
     run = trainer(0, 1, str(tmp_path / "short"), steps=16, resume=True, **wsd)
     assert run.train()
     assert trainer(0, 1, str(tmp_path / "long"), steps=16, **wsd).train()
-    rates = [[r["lr"] for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "step"] for name in ("short", "long")]
+    rates = [[r["lr"] for r in records_of(tmp_path / name, "step")] for name in ("short", "long")]
     assert rates[0] == rates[1]
     shown = capsys.readouterr().out
     assert "schedule: the steps so far would have had the same rates; the first to differ is step 11" in shown
@@ -271,7 +271,7 @@ def stage_on_ranks(rank: int, world: int, out: str, text: str, other: str) -> li
     trainer(rank, world, out, data=(text,), stop_after=2, **options).train()
     run = trainer(rank, world, out, data=(other,), change="data", resume=True, **options)
     assert run.train()
-    return torch.tensor([record["loss"] for record in read_metrics(Path(out) / "metrics.jsonl") if record["kind"] == "step"]).tolist()
+    return torch.tensor(losses_of(out)).tolist()
 
 
 def test_a_stage_on_two_ranks_and_on_one(tmp_path: Path, text: str, other: str, one_rank: None) -> None:
@@ -279,5 +279,5 @@ def test_a_stage_on_two_ranks_and_on_one(tmp_path: Path, text: str, other: str, 
     options = {"steps": 8, "checkpoint_every": 100, "recipe": "hp", "lr": 5e-4, "batch": 4}
     trainer(0, 1, str(tmp_path / "one"), data=(text,), stop_after=2, **options).train()
     assert trainer(0, 1, str(tmp_path / "one"), data=(other,), change="data", resume=True, **options).train()
-    one = [record["loss"] for record in read_metrics(tmp_path / "one" / "metrics.jsonl") if record["kind"] == "step"]
+    one = losses_of(tmp_path / "one")
     assert one == pytest.approx(losses, rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,8 @@ from typing import cast
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.steps import done, steps_of, trainer
+from tests.steps import done, records_of, steps_of, trainer
+from tests.train_command import LIMIT_S, finish, start
 
 import mxep.train.run
 from mxep.moe import FusedMoE, MoE
@@ -27,31 +27,10 @@ from mxep.train.metrics import plot_losses, read_metrics
 from mxep.train.rank_launcher import _explain_failure, _SignalForwarder
 from mxep.train.run_folder import find_checkpoint, list_checkpoints
 
-TINY = ["--device", "cpu", "--batch", "2", "--seq-len", "32", "--eval-tokens", "256", "--log-every", "1", "--warmup", "2"]
-COMMAND = [sys.executable, "-m", "mxep", "train", *TINY]
-LIMIT_S = 120
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.py"
-    path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
-    return str(path)
-
-
-@pytest.fixture(autouse=True)
-def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def mxep_train(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=LIMIT_S)
-
 
 def test_a_run_and_its_files(tmp_path: Path, text: str) -> None:
     out = tmp_path / "run"
-    done = mxep_train("--data", text, "--steps", "4", "--out", str(out), "--accumulate", "2")
+    done = finish("--data", text, "--steps", "4", "--out", str(out), "--accumulate", "2")
     assert done.returncode == 0, done.stderr
     named = ("recipe mxfp8_wgrad_with_hp", "2 cpu ranks", "experts over 2 (EP)", "step:  4  loss:", "held-out")
     for word in (
@@ -223,10 +202,6 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
     raise AssertionError(f"no {word!r} in {LIMIT_S} s")
 
 
-def start(*options: str, command: list[str] = COMMAND) -> subprocess.Popen[str]:
-    return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -243,7 +218,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(tmp_path: Path, text: str) -> None
     manifest = read_manifest(find_checkpoint(out / "checkpoints"))
     assert manifest.step >= 3
     assert f"stopped after step {manifest.step} of 1000" in stdout
-    done = subprocess.run([*COMMAND, "--resume", "--out", str(out), "--steps", str(manifest.step + 1)], capture_output=True, text=True)
+    done = finish("--resume", "--out", str(out), "--steps", str(manifest.step + 1))
     assert done.returncode == 0, done.stderr
     assert f"resumed at step {manifest.step}" in done.stdout
     assert steps_of(out) == list(range(1, manifest.step + 2))
@@ -319,7 +294,7 @@ def test_a_failure_after_ctrl_c_is_reported(signals: int, statuses: tuple[int, i
 
 def test_errors_from_the_ranks_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("too short")
-    done = mxep_train("--data", str(tmp_path / "short.txt"), "--out", str(tmp_path / "run"))
+    done = finish("--data", str(tmp_path / "short.txt"), "--out", str(tmp_path / "run"))
     assert done.returncode == 2
     assert done.stderr.startswith("mxep train: error: data: ")
     assert len(done.stderr.splitlines()) == 1
@@ -327,7 +302,7 @@ def test_errors_from_the_ranks_are_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks through /proc")
 def test_under_torchrun(tmp_path: Path, text: str) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mxep", "train", *TINY]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mxep", "train"]
     process = start("--data", text, "--steps", "1000", "--out", str(tmp_path / "run"), command=launcher)
     wait_for(process, "step:    2  loss")
     for pid in (*children_of(process.pid), process.pid):  # as a scheduler does; torchrun passes it on, so ranks get it twice
@@ -355,7 +330,7 @@ def test_a_run_on_gpus_learns_and_resumes(tmp_path: Path, text: str, nproc: int,
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
     assert f"{nproc} cuda rank" in done.stdout
-    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
+    records = records_of(tmp_path / "run", "step")
     assert [record["step"] for record in records] == list(range(1, 25))
     assert records[-1]["loss"] < records[0]["loss"] - 2
 
@@ -377,7 +352,7 @@ def test_the_default_run_learns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - started < 180
     out = tmp_path / "runs" / "dsv3_debug_cpu-mxfp8_wgrad_with_hp"
-    held_out = [record["loss"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "held_out"]
+    held_out = [record["loss"] for record in records_of(out, "held_out")]
     assert held_out[-1] <= 2.7
     assert (out / "loss.png").exists()
     assert find_checkpoint(out / "checkpoints")

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.steps import done
-
-from mxep.train.config import TrainConfig
-from mxep.train.distributed import Ranks
-from mxep.train.trainer import Trainer
+from tests.steps import done, trainer
 
 LEGS = (  # options of each leg on four ranks; four sequences a step in all of them
     {"ep": 1, "batch": 1},
@@ -26,16 +19,14 @@ LEGS = (  # options of each leg on four ranks; four sequences a step in all of t
 )
 
 
-def trainer(rank: int, world: int, out: str, data: str, **options: object) -> Trainer:
-    common = {"device": "cpu", "seq_len": 16, "eval_tokens": 64, "warmup": 2, "steps": len(LEGS) + 2, "data": (data,), "lr": 1e-3}
-    return Trainer(TrainConfig(**{**common, **options}), Ranks(rank, world, torch.device("cpu")), Path(out))  # type: ignore[arg-type]
+COMMON = {"seq_len": 16, "eval_tokens": 64, "steps": len(LEGS) + 2, "lr": 1e-3}
 
 
 def relay(rank: int, world: int, out: str, data: str, recipe: str) -> list[tuple[float, float, float]]:
     """(loss, gradient norm, held-out loss after it) of one step on each leg."""
     numbers = []
     for index, leg in enumerate(LEGS):
-        run = trainer(rank, world, out, data, recipe=recipe, resume=index > 0, **leg)
+        run = trainer(rank, world, out, data=(data,), recipe=recipe, resume=index > 0, **COMMON, **leg)
         assert run.step_count == index
         with run.numerics.counting():
             record = done(run)
@@ -52,24 +43,19 @@ def relay(rank: int, world: int, out: str, data: str, recipe: str) -> list[tuple
 # norm were found, for AVX2 1e-4 and 8e-4, without either 2e-4 and 4e-3 (ATEN_CPU_CAPABILITY, 2026-11-22). Five times the largest is
 # allowed. An optimizer that forgot its step count is 1e-2 of a loss off.
 @pytest.mark.parametrize(("recipe", "rel", "norm_rel"), [("hp", 2e-5, 2e-5), ("mxfp8_wgrad_with_hp", 1e-3, 2e-2)])
-def test_from_degrees_to_degrees(tmp_path: Path, recipe: str, rel: float, norm_rel: float) -> None:
-    data = tmp_path / "text.py"
-    data.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text())
-    numbers = run_ranks(relay, 4, str(tmp_path / "relay"), str(data), recipe)
+def test_from_degrees_to_degrees(tmp_path: Path, text: str, one_rank: None, recipe: str, rel: float, norm_rel: float) -> None:
+    numbers = run_ranks(relay, 4, str(tmp_path / "relay"), text, recipe)
     assert all(found == numbers[0] for found in numbers[1:])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        alone = trainer(0, 1, str(tmp_path / "alone"), str(data), recipe=recipe, batch=2, accumulate=2)
-        for loss, grad_norm, held_out in numbers[0]:
-            record = done(alone)
-            assert (loss, held_out) == pytest.approx((record.loss, alone.evaluate()[0]), rel=rel)
-            assert grad_norm == pytest.approx(record.grad_norm, rel=norm_rel)
-        resumed = trainer(0, 1, str(tmp_path / "relay"), str(data), recipe=recipe, batch=4, resume=True)
-        last = [done(run) for run in (resumed, alone)]
-        assert last[0].loss == pytest.approx(last[1].loss, rel=rel)
-        assert last[0].step == len(LEGS) + 1
-        for ours, theirs in zip(resumed.model.moe_layers(), alone.model.moe_layers(), strict=True):
-            assert bool(ours.expert_bias.any())
-            assert recipe != "hp" or torch.allclose(ours.expert_bias, theirs.expert_bias)
-    finally:
-        dist.destroy_process_group()
+    options = {"data": (text,), "recipe": recipe, **COMMON}
+    alone = trainer(0, 1, tmp_path / "alone", **options, batch=2, accumulate=2)
+    for loss, grad_norm, held_out in numbers[0]:
+        record = done(alone)
+        assert (loss, held_out) == pytest.approx((record.loss, alone.evaluate()[0]), rel=rel)
+        assert grad_norm == pytest.approx(record.grad_norm, rel=norm_rel)
+    resumed = trainer(0, 1, tmp_path / "relay", **options, batch=4, resume=True)
+    last = [done(run) for run in (resumed, alone)]
+    assert last[0].loss == pytest.approx(last[1].loss, rel=rel)
+    assert last[0].step == len(LEGS) + 1
+    for ours, theirs in zip(resumed.model.moe_layers(), alone.model.moe_layers(), strict=True):
+        assert bool(ours.expert_bias.any())
+        assert recipe != "hp" or torch.allclose(ours.expert_bias, theirs.expert_bias)

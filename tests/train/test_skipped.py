@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.steps import done, same, state_of, steps_of, trainer
+from tests.steps import done, records_of, same, state_of, steps_of, trainer
 from torch.distributed.tensor import DTensor
 
 import mxep.train.checkpoint_writer
@@ -22,7 +22,6 @@ from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.durable_files import NotWrittenError
-from mxep.train.metrics import read_metrics
 from mxep.train.optimizer import gradient_norm
 from mxep.train.run_folder import list_checkpoints
 from mxep.train.trainer import Trainer
@@ -153,7 +152,7 @@ def test_a_run_survives_and_reports_bad_steps(
     not_finite(run, {2, 3, 5, 6, 8})
     assert run.train()
     assert steps_of(tmp_path) == [1, 4, 7]
-    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "skipped_step"]
+    records = records_of(tmp_path, "skipped_step")
     assert [(record["step"], record["in_a_row"], record["total"]) for record in records] == [
         (2, 1, 1),
         (3, 2, 2),

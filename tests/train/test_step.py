@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.steps import done, steps_of, trainer
+from tests.steps import done, records_of, steps_of, trainer
 
 import mxep.train.trainer
 from mxep.models.flops import flops_per_token
@@ -107,7 +107,7 @@ def test_a_signal_in_the_last_step_leaves_a_whole_run(tmp_path: Path, text: str,
 
     run.step = stepped  # type: ignore[method-assign]
     assert run.train()
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "held_out"] == [3]
+    assert [record["step"] for record in records_of(tmp_path, "held_out")] == [3]
 
 
 @pytest.mark.gpu

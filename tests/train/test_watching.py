@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.moe_truth import D, both
 from tests.ranks import run_ranks
-from tests.steps import trainer
+from tests.steps import records_of, trainer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -110,21 +110,14 @@ def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: 
     figures, fused = {"tensorboard": True, "profile_step": 2, "profile_steps": 1}, {"fused_layer": True}
     ways = {"plain": {}, "watched": figures | {"numerics_every": 2}, "fused": fused, "fused_watched": fused | {"numerics_every": 2}}
     for name, watched in ways.items():
-        options = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 3, "accumulate": 2, "data": (text,)}
-        config = TrainConfig(**options, activation_checkpoint="full", **watched)  # type: ignore[arg-type]
-        assert Trainer(config, Ranks(0, 1, torch.device("cpu")), tmp_path / name).train()
-        losses.append(
-            [
-                (record["loss"], record["grad_norm"])
-                for record in read_metrics(tmp_path / name / "metrics.jsonl")
-                if record["kind"] == "step"
-            ]
-        )
+        options = {"batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 3, "accumulate": 2, "data": (text,)}
+        assert trainer(0, 1, tmp_path / name, **options, activation_checkpoint="full", **watched).train()
+        losses.append([(record["loss"], record["grad_norm"]) for record in records_of(tmp_path / name, "step")])
     assert losses[0] == losses[1]
     assert losses[2] == losses[3] != losses[0]
     tokens = 2 * 16  # of two microbatches; in the blocks a row for each of two choices, with padding
     for name in ("watched", "fused_watched"):
-        records = [record for record in read_metrics(tmp_path / name / "metrics.jsonl") if record["kind"] == "numerics"]
+        records = records_of(tmp_path / name, "numerics")
         assert [(record["step"], record["layer"], record["of"]) for record in records] == [
             (2, f"layers.{layer}.moe", kind) for layer in (1, 2, 3) for kind in ("rows", "gradients")
         ]
@@ -152,13 +145,12 @@ def test_a_run_that_stopped_before_an_evaluation_evaluates_when_it_resumes(
         request.signal = signal.SIGTERM
         return request
 
-    options = {"device": "cpu", "batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 2, "eval_every": 1, "data": (text,)}
+    options = {"batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 2, "eval_every": 1, "data": (text,)}
     with monkeypatch.context() as patch:
         patch.setattr(mxep.train.trainer, "StopRequest", stopped)
-        assert not Trainer(TrainConfig(**options), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
-    assert Trainer(TrainConfig(**options, resume=True), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [record["step"] for record in records if record["kind"] == "held_out"] == [1, 2]
+        assert not trainer(0, 1, tmp_path, **options).train()
+    assert trainer(0, 1, tmp_path, **options, resume=True).train()
+    assert [record["step"] for record in records_of(tmp_path, "held_out")] == [1, 2]
 
 
 def killed_before_step(run: Trainer, number: int) -> None:
@@ -192,8 +184,7 @@ def test_a_run_that_is_killed_twice_at_one_checkpoint_has_each_figure_once(tmp_p
     killed_before_step(trainer(0, 1, str(tmp_path), **options, resume=True), 3)
     in_the_next_second()
     assert trainer(0, 1, str(tmp_path), **options, resume=True).train()
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    found = {kind: [record["step"] for record in records if record["kind"] == kind] for kind in ("step", "held_out")}
+    found = {kind: [record["step"] for record in records_of(tmp_path, kind)] for kind in ("step", "held_out")}
     assert found == {"step": [1, 2, 3, 4], "held_out": [2, 4]}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -212,7 +203,6 @@ def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, mon
         assert config.out is not None
         return 0 if Trainer(config, Ranks(0, 1, torch.device("cpu")), config.out).train() else 1, False
 
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", start)
     small = ["--device", "cpu", "--nproc", "1", "--batch", "1", "--seq-len", "16", "--eval-tokens", "32", "--steps", "4", "--data", text]
     assert command([*small, "--compare", "bf16", "--out", str(tmp_path / "both")]) == 0
@@ -237,7 +227,6 @@ def test_a_comparison_with_bf16_is_one_with_bf16_as_a_whole(tmp_path: Path, text
     def both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Path], tuple[int, bool]], steps: int) -> int:
         return max(train(recipe, folder / recipe)[0] for recipe in recipes)
 
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", start)
     monkeypatch.setattr(mxep.train.rank_launcher, "train_both", both)
     options = ["--device", "cpu", "--nproc", "1", "--data", text, "--compare", "bf16", "--out", str(tmp_path / "both")]
@@ -276,7 +265,6 @@ def test_a_used_folder_of_the_second_arm_is_an_error_before_the_first_is_trained
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "both" / "bf16" / "checkpoints" / "step_00000003").mkdir(parents=True)
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", lambda config, argv: pytest.fail("trained"))
     assert command(["--compare", "bf16", "--device", "cpu", "--out", str(tmp_path / "both")]) == 2
     assert f"{tmp_path / 'both' / 'bf16'} holds a run already" in capsys.readouterr().err
@@ -286,7 +274,6 @@ def test_a_used_folder_of_the_second_arm_is_an_error_before_the_first_is_trained
 def test_impossible_options_of_either_arm_are_an_error_before_the_first_is_trained(
     mx_arm: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(mxep.train.rank_launcher, "start_ranks", lambda config, argv: pytest.fail("trained"))
     options = ["--device", "cpu", "--model", "dsv3_debug_cpu", "--out", str(tmp_path / "both")]
     assert command([*mx_arm, *options, "--linear-fqns", "nothing"]) == 2
@@ -302,8 +289,7 @@ def test_impossible_options_of_either_arm_are_an_error_before_the_first_is_train
         (["--compare", "fp4"], "fp4"),
     ],
 )
-def test_invalid_comparisons(options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+def test_invalid_comparisons(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command([*options, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="resume each of the two runs in its own folder"):
@@ -311,10 +297,9 @@ def test_invalid_comparisons(options: list[str], message: str, capsys: pytest.Ca
 
 
 def test_without_evaluation(tmp_path: Path, text: str, one_rank: None) -> None:
-    options = {"device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 64, "steps": 2, "data": (text,), "eval_every": 1}
-    run = Trainer(TrainConfig(**options, evaluate=False, checkpoint=False), Ranks(0, 1, torch.device("cpu")), tmp_path / "run")  # type: ignore[arg-type]
+    run = trainer(0, 1, tmp_path, steps=2, data=(text,), eval_every=1, evaluate=False, checkpoint=False)
     assert run.train()
-    kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    kinds = [record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     assert kinds == ["run", "step", "step"]
     assert run.facts()["transport"] is None
     assert "(EP)" in "".join(run.describe())
@@ -322,7 +307,6 @@ def test_without_evaluation(tmp_path: Path, text: str, one_rank: None) -> None:
 
 def test_the_time_of_a_step_includes_its_metrics(tmp_path: Path, text: str, one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The experts' load took 45 ms of every step on four GPUs, and no figure had them: the clock had been read before."""
-    options = {"device": "cpu", "batch": 1, "seq_len": 32, "steps": 1, "data": (text,), "evaluate": False, "checkpoint": False}
     now, read = [0.0], ExpertBiasHook.load
 
     def slowly(hook: ExpertBiasHook, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -331,9 +315,8 @@ def test_the_time_of_a_step_includes_its_metrics(tmp_path: Path, text: str, one_
 
     monkeypatch.setattr(mxep.train.step.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(ExpertBiasHook, "load", slowly)
-    assert Trainer(TrainConfig(**options), Ranks(0, 1, torch.device("cpu")), tmp_path / "run").train()  # type: ignore[arg-type]
-    steps = [record["step_s"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
-    assert steps == [3600.0]
+    assert trainer(0, 1, tmp_path, steps=1, data=(text,), evaluate=False, checkpoint=False).train()
+    assert [record["step_s"] for record in records_of(tmp_path, "step")] == [3600.0]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -344,8 +327,6 @@ def test_a_rank_computes_on_the_cpu_with_one_thread(device: str, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
     for threads, want in (("4", []), (None, [1])):
         monkeypatch.setenv("OMP_NUM_THREADS", threads) if threads else monkeypatch.delenv("OMP_NUM_THREADS")
         with init_distributed(device):  # type: ignore[arg-type]

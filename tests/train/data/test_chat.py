@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from tests.chat_data import (
     MARKED,
     OPEN_ENDED,
@@ -21,7 +20,7 @@ from tests.chat_data import (
     write_conversations,
 )
 from tests.ranks import run_ranks
-from tests.steps import done, same, state_of, trainer
+from tests.steps import done, records_of, same, state_of, trainer
 
 from mxep.cli import main
 from mxep.models.loss import IGNORE
@@ -33,7 +32,6 @@ from mxep.train.data.loader import TrainingSequences, load_corpus
 from mxep.train.data.text_files import read_file
 from mxep.train.data.tokenizer import ByteTokenizer, FileTokenizer
 from mxep.train.data.tokenizer_export import publish_tokenizer
-from mxep.train.metrics import read_metrics
 from mxep.train.rank_launcher import start_ranks
 from mxep.train.resolved_config import resolve
 
@@ -375,7 +373,7 @@ def test_a_run_on_conversations(tmp_path: Path, one_rank: None, capsys: pytest.C
     again = trainer(0, 1, str(tmp_path / "halves"), **options, resume=True)
     assert again.train()
     assert len(same(state_of(again), state_of(run))) == len(state_of(run))
-    held_out = [line for line in read_metrics(tmp_path / "halves" / "metrics.jsonl") if line["kind"] == "held_out"]
+    held_out = records_of(tmp_path / "halves", "held_out")
     assert held_out[-1]["nats_per_byte"] is None
     assert TrainConfig.from_json(json.loads(json.dumps(again.config.to_json()))).chat
     with pytest.raises(ValueError, match=r"data was .*, is .*--change data"):
@@ -424,16 +422,12 @@ def figures(rank: int, world: int, out: str, options: dict[str, Any], legs: tupl
     return found
 
 
-def test_every_number_of_ranks_divides_by_all_targets(tmp_path: Path) -> None:
+def test_every_number_of_ranks_divides_by_all_targets(tmp_path: Path, one_rank: None) -> None:
     """Data, pipeline and tensor parallelism, and accumulation, against one rank."""
     options = options_of(tmp_path, balance_loss=0.0)
     ranks = run_ranks(figures, 2, str(tmp_path / "many"), options, LEGS)
     assert ranks[0] == ranks[1]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        alone = figures(0, 1, str(tmp_path / "one"), options, ({"batch": 4}, {"batch": 4, "mask_documents": True}))
-    finally:
-        dist.destroy_process_group()
+    alone = figures(0, 1, str(tmp_path / "one"), options, ({"batch": 4}, {"batch": 4, "mask_documents": True}))
     for leg, found in zip(LEGS, ranks[0], strict=True):
         assert found == pytest.approx(alone[leg.get("mask_documents", False)], rel=2e-5), leg
 

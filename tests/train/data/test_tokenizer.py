@@ -8,15 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from tests.steps import written_before
+from tests.steps import records_of, trainer, written_before
 
 from mxep.train.config import TrainConfig
 from mxep.train.convert import convert
@@ -30,8 +28,6 @@ from mxep.train.data.tokenizer import (
     vocabulary_fingerprint,
 )
 from mxep.train.data.tokenizer_export import publish_tokenizer
-from mxep.train.distributed import Ranks
-from mxep.train.metrics import read_metrics
 from mxep.train.rank_launcher import start_ranks
 from mxep.train.run_folder import find_checkpoint
 from mxep.train.trainer import Trainer
@@ -235,45 +231,35 @@ def test_any_change_of_a_tokenizer_gives_a_tokenizer_or_a_named_error(bpe: Path,
 # ---- runs ----
 
 
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("RANK", raising=False)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def trainer(out: Path, **options: object) -> Trainer:
+def run_of(out: Path, **options: object) -> Trainer:
     text = out.with_name("text.py")
     text.write_text(TEXT)
-    small = {"model": "dsv3_debug_cpu", "device": "cpu", "batch": 2, "seq_len": 32, "eval_tokens": 128, "steps": 4, "data": (str(text),)}
-    config = TrainConfig(**{**small, **options})  # type: ignore[arg-type]
-    return Trainer(config, Ranks(0, 1, torch.device("cpu")), out)
+    return trainer(0, 1, out, **{"eval_tokens": 128, "steps": 4, "data": (str(text),), **options})
 
 
 def test_a_vocabulary_that_does_not_fit(bpe: Path, tmp_path: Path, one_rank: None) -> None:
     with pytest.raises(ValueError, match="512 tokens do not fit dsv3_debug_cpu's vocabulary of 256"):
-        trainer(tmp_path / "run", tokenizer=bpe)
+        run_of(tmp_path / "run", tokenizer=bpe)
 
 
 def test_runs_resume_only_with_their_tokenizer(tmp_path: Path, one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (write_bpe(tmp_path / name, vocab_size=256, eos_token=end) for name, end in (("a", "<end>"), ("b", "<start>")))
-    assert not trainer(tmp_path / "run", tokenizer=first, stop_after=1).train()
+    assert not run_of(tmp_path / "run", tokenizer=first, stop_after=1).train()
     assert f"({first})" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"tokenizer was [0-9a-f]{32}, is bytes"):
-        trainer(tmp_path / "run", resume=True)
+        run_of(tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match=r"tokenizer was [0-9a-f]{32}, is [0-9a-f]{32}"):
-        trainer(tmp_path / "run", tokenizer=second, resume=True)
-    assert trainer(tmp_path / "run", tokenizer=first, resume=True).train()
+        run_of(tmp_path / "run", tokenizer=second, resume=True)
+    assert run_of(tmp_path / "run", tokenizer=first, resume=True).train()
     assert "nats per token (" in capsys.readouterr().out
-    held_out = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "held_out"][-1]
+    held_out = records_of(tmp_path / "run", "held_out")[-1]
     assert held_out["nats_per_byte"] < held_out["loss"]
 
 
 def test_runs_from_before_there_were_tokenizers_resume(tmp_path: Path, one_rank: None) -> None:
-    assert not trainer(tmp_path / "run", stop_after=1).train()
+    assert not run_of(tmp_path / "run", stop_after=1).train()
     written_before(find_checkpoint(tmp_path / "run" / "checkpoints"), lambda facts: facts["identity"].pop("tokenizer"))
-    assert trainer(tmp_path / "run", resume=True).train()
+    assert run_of(tmp_path / "run", resume=True).train()
 
 
 def test_the_starter_refuses_before_ranks_start(tmp_path: Path) -> None:
@@ -284,7 +270,7 @@ def test_the_starter_refuses_before_ranks_start(tmp_path: Path) -> None:
 
 def test_a_converted_run_keeps_its_tokenizer(tmp_path: Path, one_rank: None) -> None:
     folder = write_bpe(tmp_path / "bpe", vocab_size=256, eos_token="<end>")
-    first = trainer(tmp_path / "run", tokenizer=folder, model="qwen3_debug_cpu")
+    first = run_of(tmp_path / "run", tokenizer=folder, model="qwen3_debug_cpu")
     first.save()
     assert convert(tmp_path / "run", tmp_path / "hf")[-1] == f"with its tokenizer {folder}"
     again = FileTokenizer(tmp_path / "hf")
@@ -326,7 +312,7 @@ def test_transformers_loads_the_tokenizer_of_a_converted_run_and_stops_at_eos(
     }
     special = ("<start>", "<end>", "<|endoftext|>", "<pad>")
     folder = None if kind == "bytes" else write_bpe(tmp_path / "bpe", 256, special, **settings[kind])
-    run = trainer(tmp_path / "run", tokenizer=folder, model=model)
+    run = run_of(tmp_path / "run", tokenizer=folder, model=model)
     run.save()
     convert(tmp_path / "run", tmp_path / "hf")
     eos, pad, bos = {"bytes": (0, None, None), "named": (1, 3, 0), "unnamed": (2, None, None), "bos": (0, None, 0)}[kind]
