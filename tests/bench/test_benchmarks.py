@@ -171,6 +171,7 @@ def test_record_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert records[0]["command"] == "mxep bench quantize --quick --record --device cpu"
     printed = capsys.readouterr().out
     assert "fraction_of_copy" in printed
+    assert printed.count(": checked, ") >= len(records), "a line as soon as a case has ended"
     assert markdown_tables.memory_table(records) in printed, "the tables of the pages"
 
 
