@@ -15,7 +15,7 @@ from mxep.device import chip_of
 from mxep.ops.activation.columns import Variant, inputs_of
 from mxep.ops.activation.functions import is_gated, swiglu_of
 from mxep.ops.grouped_gemm.bias import sum_parts
-from mxep.ops.grouped_gemm.hopper.quantize_rows import HEADERS, check_width, rows_of_block, shared_bytes
+from mxep.ops.grouped_gemm.hopper.quantize_rows import HEADERS, check_width, shared_bytes
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD, RebasedRows, empty_rebased
 from mxep.ops.runtime import tiles
 from mxep.ops.runtime.nvrtc import Kernel
@@ -45,11 +45,12 @@ def options_of(variant: Variant, forward: bool, block_scales: bool) -> dict[str,
     """The constants in front of rebased.cu."""
     float32 = torch.float32 in (variant.x, variant.dh)
     width = variant.width * (1 if forward else 1 + is_gated(variant.activation))
-    rows, threads, blocks = rows_of_block(variant.width), tiles.REBASED_THREADS, tiles.REBASED_MIN_BLOCKS[not forward]
+    tile = tiles.ACTIVATE_REBASED if forward else tiles.ACTIVATE_BACKWARD_REBASED
+    rows, threads, blocks = tile.rows(variant.width), tile.threads, tile.min_blocks
     if variant.sums:
         passes, threads = _sum_shape(variant.width)
         rows, blocks = tiles.REBASED_SUM_STEP, max(tiles.REBASED_SUM_RESIDENT[passes > 1 or float32] // threads, 1)
-    shape = {"ROWS": rows, "REBASED_WIDTH": width, "BATCH": 1 if float32 else tiles.REBASED_BATCH, "THREADS": threads, "MIN_BLOCKS": blocks}
+    shape = {"ROWS": rows, "REBASED_WIDTH": width, "BATCH": 1 if float32 else tile.batch, "THREADS": threads, "MIN_BLOCKS": blocks}
     kind = {"FORWARD": forward, "BLOCK_SCALES": block_scales, "SUMS": variant.sums, "SUM_ROWS": tiles.REBASED_SUM_ROWS}
     return {**shape, **kind, **variant.options()}
 

@@ -133,21 +133,46 @@ class WeightTile:
         return forms * rows * columns + 4 * (rows + columns)
 
 
+@dataclass(frozen=True)
+class WholeRowsTile:
+    """How a kernel that holds whole rows in shared memory (rows_in_memory.cuh) cuts a matrix.
+
+    Attributes:
+        threads: of a block.
+        batch: pieces of 8 columns that a thread loads before it computes; one of float32.
+        steps: such batches of a thread, at most.
+        min_blocks: on a multiprocessor.
+    """
+
+    threads: int
+    batch: int
+    steps: int
+    min_blocks: int
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 (the tiles live as long as this module)
+    def rows(self, width: int) -> int:
+        """Rows of a block that leave the fewest threads idle, as few of them as do.
+
+        >>> [WholeRowsTile(256, 2, 4, 3).rows(width) for width in (32, 768, 1408, 2048, 14336)]
+        [128, 16, 11, 2, 1]
+        """
+        lanes, at_once = width // LANE_COLUMNS, self.threads * self.batch
+        most = max(self.steps * at_once // lanes, 1)
+        return max(range(1, most + 1), key=lambda rows: (rows * lanes / (at_once * cdiv(rows * lanes, at_once)), -rows))
+
+
 QUANTIZE = RowTile(elements=4096, columns=1024, warps=4)
 DEQUANTIZE = RowTile(elements=8192, columns=256, warps=8)
 ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is MX; columns divide every multiple of 32
 LANE_COLUMNS = 8  # of a lane of quantize/eight_columns.cuh
 # Of backward.cu: threads of a block, blocks of a multiprocessor, and rows of a lane where bf16 becomes MX alone (else 1).
 ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
-# Of rebased.cu: threads of a block, 8 columns that a lane loads ahead, how often at most, blocks of a multiprocessor (forward, gradient);
-# not tuned on a GPU.
-REBASED_THREADS, REBASED_BATCH, REBASED_STEPS, REBASED_MIN_BLOCKS = 256, 2, 4, (4, 3)
+# Of rebased.cu, forward and gradient.  Times of these and of the next three lines, H200, 2026-11: docs/log.md.
+ACTIVATE_REBASED, ACTIVATE_BACKWARD_REBASED = WholeRowsTile(256, 2, 4, 4), WholeRowsTile(256, 2, 4, 3)
 # With sums of a group's rows: rows of a block, and those that it takes at a time; most threads of a block; threads of a multiprocessor,
-# fewer of them where values are float32 or a thread has two times 8 columns.  Ran on H200s, 2026-11, not tuned.
-REBASED_SUM_ROWS, REBASED_SUM_STEP, REBASED_SUM_THREADS, REBASED_SUM_RESIDENT = 64, 8, 384, (768, 512)
-# Of quantize_rows.cu, which has the same threads and lanes: blocks of a multiprocessor, and the widest rows, of which shared memory holds
-# as many; not tuned on a GPU.
-QUANTIZE_ROWS_MIN_BLOCKS, QUANTIZE_ROWS_WIDEST = 5, 32 * 1024
+# fewer of them where values are float32 or a thread has two times 8 columns.
+REBASED_SUM_ROWS, REBASED_SUM_STEP, REBASED_SUM_THREADS, REBASED_SUM_RESIDENT = 128, 16, 384, (768, 512)
+QUANTIZE_ROWS, QUANTIZE_ROWS_WIDEST = WholeRowsTile(256, 4, 2, 5), 32 * 1024  # and the widest rows, of which shared memory holds as many
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned

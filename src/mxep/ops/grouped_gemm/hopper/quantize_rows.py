@@ -27,17 +27,6 @@ LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a multi
 _SHARED_BYTES = 227 * 1024  # of a block, on Hopper
 
 
-def rows_of_block(width: int) -> int:
-    """Rows that leave the fewest lanes idle, as few of them as do.
-
-    >>> [rows_of_block(width) for width in (32, 768, 1408, 2048, 14336)]
-    [128, 16, 11, 2, 1]
-    """
-    lanes, at_once = width // tiles.LANE_COLUMNS, tiles.REBASED_THREADS * tiles.REBASED_BATCH
-    most = max(tiles.REBASED_STEPS * at_once // lanes, 1)
-    return max(range(1, most + 1), key=lambda rows: (rows * lanes / (at_once * cdiv(rows * lanes, at_once)), -rows))
-
-
 def shared_bytes(rows: int, width: int) -> int:
     """Of so many rebased rows: codes, an exponent for 32 of them, a target for 128."""
     return rows * (width + 5 * cdiv(width, BLOCK_128))
@@ -52,12 +41,13 @@ def check_width(where: str, width: int, do: str) -> None:
 
 def options_of(width: int, item_bytes: int, wide: bool, block_scales: bool, mx: bool, scaling_mode: str) -> dict[str, bool | int]:
     """The constants in front of quantize_rows.cu for one variant; wide: 16-byte loads."""
+    tile = tiles.QUANTIZE_ROWS
     return {
         "REBASED_WIDTH": width,
-        "ROWS": rows_of_block(width),
-        "BATCH": 1 if item_bytes == 4 else tiles.REBASED_BATCH,
-        "THREADS": tiles.REBASED_THREADS,
-        "MIN_BLOCKS": tiles.QUANTIZE_ROWS_MIN_BLOCKS,
+        "ROWS": tile.rows(width),
+        "BATCH": 1 if item_bytes == 4 else tile.batch,
+        "THREADS": tile.threads,
+        "MIN_BLOCKS": tile.min_blocks,
         "BLOCK_SCALES": block_scales,
         "X_FLOAT": item_bytes == 4,
         "WIDE": wide,
