@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import mxep
 from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
-from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.grouped_mm.function import expert_mm
 from mxep.models.loss import linear_cross_entropy
@@ -147,7 +146,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "grouped_mm, wgrad hp": lambda: _grouped_mm(wgrad_with_hp=True),
     "expert_mm, hp": lambda: Case((leaf(ROWS, D), leaf(L, N, D)), lambda a, w: expert_mm(a, w, OFFS, resolve_recipe("hp"))),
     "ep_grouped_mm": _ep_grouped_mm,
-    "bias": lambda: Case((leaf(ROWS, N), leaf(L, N)), lambda rows, bias: add_bias(rows, bias, OFFS)),
+    "expert_mm, hp, with a bias": lambda: Case(
+        (leaf(ROWS, D), leaf(L, N, D), leaf(L, N)), lambda a, w, bias: expert_mm(a, w, OFFS, resolve_recipe("hp"), bias=bias)
+    ),
     "sort_tokens_by_expert": lambda: Case((leaf(32, D),), lambda x: sort_tokens_by_expert(x, torch.tensor([[0, 2]] * 32), 4).rows),
     "sums": lambda: _sums(False),
     "weighted sums": lambda: _sums(True),

@@ -58,7 +58,7 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("grouped_gemm.reference", "grouped_gemm.bias"): (
         # rows (M, N) plus bias (G, N) of the group that ends at offs (G,), times the row's score (M,) if given
-        "add_group_bias(Tensor rows, Tensor bias, Tensor offs, Tensor? scores=None) -> Tensor",
+        "add_group_bias(Tensor(a!) rows, Tensor bias, Tensor offs, Tensor? scores=None) -> ()",
         # from the result's gradient, read through row_map (M,) if given (zeros where it is -1): (G, N) that of the bias if sums, and (M,)
         # that of the scores with a bias
         "group_bias_grads(Tensor rows, Tensor offs, Tensor? bias=None, Tensor? scores=None, Tensor? row_map=None, bool sums=True) "

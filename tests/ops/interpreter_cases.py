@@ -77,10 +77,13 @@ def test_dequantize(dtype: torch.dtype):
 def test_add_group_bias(dtype: torch.dtype):
     for width in (7, 96, 1056):
         bias, ends = torch.randn(5, width), torch.tensor([3, 3, 17, 24, 29])
-        for rows in (torch.randn(33, width).to(dtype), torch.randn(width, 29).to(dtype).t(), torch.randn(0, width).to(dtype)):
-            given = (rows, bias, ends if len(rows) else ends * 0)
-            for scores in (None, torch.rand(len(rows))):
-                assert_same_bytes(kernels.add_group_bias(*given, scores), reference.add_group_bias(*given, scores))
+        for num_rows, columns in ((33, width), (29, width + 5), (0, width)):
+            for scores in (None, torch.rand(num_rows)):
+                got = torch.randn(num_rows, columns).to(dtype)
+                want = got.clone()
+                for rows, add in ((got, kernels.add_group_bias), (want, reference.add_group_bias)):
+                    add(rows[:, :width], bias, ends if num_rows else ends * 0, scores)
+                assert_same_bytes(got, want)
 
 
 @pytest.mark.usefixtures("poison")
@@ -360,6 +363,7 @@ def test_bad_input_is_named():
         (lambda: kernels.activate(x, "interleaved", "rceil", False, x), r"scores are \(4, 64\)"),
         (lambda: kernels.activate_backward(x[:, :32], x, "interleaved", "rceil", offs=x), r"offs are \(4, 64\) torch.float32"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
+        (lambda: kernels.add_group_bias(x.t(), x.t(), torch.zeros(64)), "with rows of stride 1"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(4), x), r"add_group_bias: scores are \(4, 64\)"),
         (lambda: kernels.group_bias_grads(x, torch.zeros(2), x), r"group_bias_grads: rows .* offs \(2,\)"),
         (lambda: kernels.group_bias_grads(x, torch.zeros(4), None, x), r"group_bias_grads: scores are \(4, 64\)"),

@@ -19,7 +19,7 @@ import torch
 
 from mxep.checks import HIGH_PRECISION, check_tensors, values_checked
 from mxep.device import GEMM_PATHS
-from mxep.grouped_mm.bias import add_bias_rows, bias_grad, check_bias
+from mxep.grouped_mm.bias import add_bias, bias_grad, check_bias
 from mxep.grouped_mm.products import (
     GemmOptions,
     GroupBias,
@@ -131,7 +131,9 @@ def _multiply(
         out = scatter(out, pad_map, a.shape[0])
     # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
     saved = ForBackward((*saved_tensors(operand), pad_map, None if pad_map is None else ends, *dgrad_form))
-    return out if bias is None else add_bias_rows(out, bias, offs), saved
+    if bias is not None:
+        add_bias(out, bias, offs)
+    return out, saved
 
 
 def gradients(
@@ -384,6 +386,7 @@ def expert_mm(
     kept: CachedWeight | None = None,
     weight_dtype: torch.dtype | None = None,
     pad_groups: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One expert GEMM as a recipe wants it.
 
@@ -395,6 +398,7 @@ def expert_mm(
         kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
         weight_dtype: to which w is rounded wherever it is read, None: not at all.  Backward keeps w and not its rounded copy.
         pad_groups: groups that are not whole MX blocks are padded inside, for a wgrad that wants these.
+        bias: (N,), or (L, N) per group, bf16 or float32, rounded to x's dtype and added; None for none.
 
     Returns:
         (P, N) in x's dtype; rows past offs[-1] are zero.
@@ -417,8 +421,10 @@ def expert_mm(
         if x.dtype not in HIGH_PRECISION or w.dtype not in HIGH_PRECISION:
             raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
         offs = check_offsets(_WHERE, offs, w.shape[0], x)
-        return _GroupedMM.apply(x, w, offs, None, None, weight_dtype)
-    return recipe_grouped_mm(x, w.transpose(-2, -1), offs, None, x.dtype, recipe, pad_groups, kept, weight_dtype=weight_dtype)
+        if bias is not None:
+            check_bias(_WHERE, bias, *w.shape[:2])
+        return _GroupedMM.apply(x, w, offs, bias, None, weight_dtype)
+    return recipe_grouped_mm(x, w.transpose(-2, -1), offs, bias, x.dtype, recipe, pad_groups, kept, weight_dtype=weight_dtype)
 
 
 def recipe_grouped_mm(

@@ -489,7 +489,9 @@ def rows_gemm(
     out = _gemm(rows, weights, which, offs, row_map, padding_rows, factors)
     if lora is not None and inner is None:
         inner = direct.add_group_lora(out, lora.x, lora.a, lora.b, offs, lora.row_map)
-    return out if bias is None else direct.add_group_bias(out, bias.values, offs, bias.scores), inner
+    if bias is not None:
+        direct.add_group_bias(out, bias.values, offs, bias.scores)
+    return out, inner
 
 
 def _gemm(

@@ -29,7 +29,6 @@ from mxep.ep.exchange_plan import ExchangePlan
 from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
 from mxep.extras import install_command
 from mxep.fused.layer import fused_experts
-from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
@@ -270,7 +269,7 @@ def _products(experts: Module, rows: Tensor, counts: Tensor, recipe: Recipe, pad
     else:
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
-            y = add_bias(expert_mm(x, weight, ends, recipe, pad_groups=pad_groups), bias, ends)
+            y = expert_mm(x, weight, ends, recipe, pad_groups=pad_groups, bias=bias)
             return y if a is None or b is None else y + expert_mm(expert_mm(x, a, ends, _HIGH_PRECISION), b, ends, _HIGH_PRECISION)
 
         between = experts._apply_gate if experts.has_gate else experts.act_fn

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mxep.checks import check_tensors
-from mxep.grouped_mm.bias import add_bias
 from mxep.grouped_mm.function import expert_mm
 from mxep.moe.config import check_activation
 from mxep.moe.expert_mlp import TENSORS, ExpertWeights
@@ -148,7 +147,7 @@ class Experts(TakesRecipe, nn.Module):
             return expert_ffn(x, weights, offsets, self.recipe, caches, self.compute_dtype, self.swiglu, self.activation)  # (P, D)
 
         def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: str) -> Tensor:
-            return add_bias(expert_mm(rows, weight, offsets, self.recipe, kept.get(place), self.compute_dtype), bias, offsets)
+            return expert_mm(rows, weight, offsets, self.recipe, kept.get(place), self.compute_dtype, bias=bias)
 
         w1, w2, w3, b1, b2, b3, *_ = weights
         gate, up = product(x, w1, b1, "w1"), None if w3 is None else product(x, w3, b3, "w3")  # (P, H)

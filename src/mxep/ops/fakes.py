@@ -61,10 +61,6 @@ def activate_backward(call: Call) -> list[Tensor]:
     return out if call.offs is None else [*out, call.x.new_empty((call.offs.shape[0], call.x.shape[1]), dtype=_FLOAT32)]
 
 
-def add_group_bias(call: Call) -> Tensor:
-    return call.rows.new_empty(call.rows.shape)
-
-
 def group_bias_grads(call: Call) -> list[Tensor]:
     count = (call.rows if call.row_map is None else call.row_map).shape[0]
     sums = [call.rows.new_empty((call.offs.shape[0], call.rows.shape[1]), dtype=_FLOAT32)] if call.sums else []

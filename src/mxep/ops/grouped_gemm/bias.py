@@ -15,12 +15,11 @@ from mxep.shapes import cdiv, next_power_of_2
 
 @triton.jit(do_not_specialize=["M", "G", "column_tiles"])
 def _add_group_bias_kernel(
-    rows,  # (M, N) bf16 or float32
+    rows,  # (M, N) bf16 or float32, changed in place
     rows_row,
     bias,  # (G, N) bf16 or float32, contiguous
     offs,  # (G,) int32
     scores,  # (M,) float32, or None
-    out,  # (M, N) rows' dtype, contiguous
     M,
     N,
     G,
@@ -34,16 +33,15 @@ def _add_group_bias_kernel(
     index = tl.arange(0, GROUPS)
     ends = tl.load(offs + index, mask=index < G, other=0x7FFFFFFF)
     group = tl.sum((row[:, None] >= ends[None, :]).to(tl.int32), axis=1)[:, None]  # (ROWS, 1), G after the last end
-    inside = (row < M)[:, None] & (column < N)[None, :]
-    owned = inside & (group < G)
+    owned = (row < M)[:, None] & (column < N)[None, :] & (group < G)
 
-    value = tl.load(rows + row[:, None] * rows_row + column[None, :], mask=inside, other=0)  # (ROWS, COLUMNS)
+    at = rows + row[:, None] * rows_row + column[None, :]
+    value = tl.load(at, mask=owned, other=0)  # (ROWS, COLUMNS)
     added = tl.load(bias + group.to(tl.int64) * N + column[None, :], mask=owned, other=0).to(value.dtype)
     added = added.to(tl.float32)
     if scores is not None:
         added = tl.load(scores + row, mask=row < M, other=0)[:, None] * added
-    total = (value.to(tl.float32) + added).to(value.dtype)
-    tl.store(out + row[:, None] * N + column[None, :], tl.where(owned, total, value), mask=inside)
+    tl.store(at, (value.to(tl.float32) + added).to(value.dtype), mask=owned)
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -157,34 +155,28 @@ def _group_bias_factors_kernel(
         tl.store(lora_b + row.to(tl.int64)[:, None] * RANK + rank, term, mask=(row < size)[:, None])
 
 
-def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
-    """rows plus their group's bias, which is rounded to rows' dtype first.
+def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, scores: torch.Tensor | None = None) -> None:
+    """Add to rows, in place, their group's bias, which is rounded to rows' dtype first.
 
     Args:
-        rows: (M, N) bf16 or float32, any strides (copied first unless the last one is 1).  bias: (G, N) bf16 or float32.
+        rows: (M, N) bf16 or float32, rows of stride 1; those after the last group stay as they are.  bias: (G, N) bf16 or float32.
         offs: (G,) int32 or int64 END rows of the groups on the device.
         scores: (M,) float32, contiguous, factors of the bias in each row.
-
-    Returns:
-        (M, N) of rows' dtype, contiguous; rows after the last group unchanged.
     """
     check_add_group_bias(rows, bias, offs, scores)
     (num_rows, width), groups = rows.shape, offs.shape[0]
-    out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
 
-    if out.numel():
+    if rows.numel():
         programs, tile = tiles.QUANTIZE.grid(num_rows, width)
-        values = rows if rows.stride(1) == 1 else rows.contiguous()
         launch(
             _add_group_bias_kernel,
             programs,
             {
-                "rows": values,
-                "rows_row": values.stride(0),
+                "rows": rows,
+                "rows_row": rows.stride(0),
                 "bias": bias.contiguous(),
                 "offs": offs.to(torch.int32).contiguous(),
                 "scores": scores,
-                "out": out,
                 "M": num_rows,
                 "N": width,
                 "G": groups,
@@ -194,7 +186,6 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, s
             num_warps=tiles.QUANTIZE.warps,
             enable_fp_fusion=False,
         )
-    return out
 
 
 def sum_parts(parts: torch.Tensor, ends: torch.Tensor, num_rows: int, tile_rows: int) -> torch.Tensor:

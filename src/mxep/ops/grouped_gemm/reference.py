@@ -390,11 +390,11 @@ def check_bias_scores(where: str, scores: torch.Tensor | None, num_rows: int) ->
 
 def check_add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, scores: torch.Tensor | None) -> None:
     """Raise ValueError for what `add_group_bias` cannot take."""
-    fits = rows.dim() == 2 and offs.dim() == 1 and bias.shape == (offs.shape[0], rows.shape[1])
+    fits = rows.dim() == 2 and rows.stride(1) == 1 and offs.dim() == 1 and bias.shape == (offs.shape[0], rows.shape[1])
     if not fits or rows.dtype not in _BIAS_DTYPES or bias.dtype not in _BIAS_DTYPES:
         raise ValueError(
             f"add_group_bias: rows {tuple(rows.shape)} {rows.dtype}, bias {tuple(bias.shape)} {bias.dtype}, offs {tuple(offs.shape)}, "
-            "want (M, N), (G, N), (G,), bfloat16 or float32"
+            "want (M, N) with rows of stride 1, (G, N), (G,), bfloat16 or float32"
         )
     check_bias_scores("add_group_bias", scores, rows.shape[0])
 
@@ -405,20 +405,18 @@ def _of_rows(bias: torch.Tensor, offs: torch.Tensor, rows: torch.Tensor) -> tupl
     return torch.cat((bias, bias.new_zeros(1, bias.shape[1]))).to(rows.dtype).float()[groups], (groups < offs.shape[0])[:, None]
 
 
-def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, scores: torch.Tensor | None = None) -> torch.Tensor:
-    """rows plus their group's bias, which is rounded to rows' dtype first; in float32, rounded once.
+def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, scores: torch.Tensor | None = None) -> None:
+    """Add to rows, in place, their group's bias, which is rounded to rows' dtype first; in float32, rounded once.
 
     Args:
-        rows: (M, N) bf16 or float32, any strides.  bias: (G, N) bf16 or float32.  offs: (G,) int32 or int64 END rows of the groups.
+        rows: (M, N) bf16 or float32, rows of stride 1; those after the last group stay as they are.  bias: (G, N) bf16 or float32.
+        offs: (G,) int32 or int64 END rows of the groups.
         scores: (M,) float32, factors of the bias in each row; the product is rounded to float32 before it is added.
-
-    Returns:
-        (M, N) of rows' dtype, contiguous; rows after the last group unchanged.
     """
     check_add_group_bias(rows, bias, offs, scores)
     added, grouped = _of_rows(bias, offs, rows)
     added = added if scores is None else scores[:, None] * added
-    return torch.where(grouped, (rows.float() + added).to(rows.dtype), rows).contiguous()
+    rows.copy_(torch.where(grouped, (rows.float() + added).to(rows.dtype), rows))
 
 
 def check_row_map(where: str, row_map: torch.Tensor | None) -> None:
