@@ -18,7 +18,7 @@ import mxep
 from mxep.models.loss import IGNORE, OutputProjection
 from mxep.mx.weight_cache import WeightCache
 from mxep.parallel import cache_quantized_weights
-from mxep.recipe import Recipe, resolve_recipe
+from mxep.recipe import Recipe, ScaleCalculationMode, resolve_recipe
 
 WGRADS = {"hp": "mxfp8_wgrad_with_hp", "mx": "mxfp8_wgrad_with_mx", "mxfp8": "mxfp8"}
 
@@ -65,6 +65,19 @@ def test_gradients_have_the_error_of_one_product(kind: str, wgrad: str, dtype: t
     for operand, gradient, least in zip(operands[:2], (d_hidden, d_weight), (27.0, 31.0 if wgrad == "hp" else 27.0), strict=True):
         assert operand.grad.dtype == dtype
         assert decibels(operand.grad, 0.3 * gradient) > least
+
+
+@pytest.mark.parametrize(("mode", "least", "most"), [("rceil", 0.98, 1.02), ("floor", 0.87, 0.91)])
+def test_floor_shortens_the_gradients(mode: str, least: float, most: float) -> None:
+    """By up to 1/8: the gradient at the label of an unlikely word is near -1, in a block that saturates at -0.875."""
+    recipe = Recipe(f"loss_{mode}", wgrad="mx", scaling_mode=ScaleCalculationMode(mode))
+    operands = operands_of("random", torch.float32)
+    _, *wanted = truth(operands)
+    mxep.linear_cross_entropy(*operands, recipe=recipe).backward()
+    for operand, want in zip(operands[:2], wanted, strict=True):
+        along = float((operand.grad.double() * want).sum() / want.square().sum())
+        assert least < along < most
+        assert 17 < decibels(operand.grad, want) < 20 or mode == "rceil"
 
 
 @pytest.fixture(scope="module")
