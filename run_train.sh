@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CONFIG_FILE=<a TOML file> ./run_train.sh [options]: torchtitan's way to start a run, with its option names (docs/training.md).
+# CONFIG_FILE=<a TOML file> ./run_train.sh [options]: torchtitan's way to start a run, with its option names (docs/migration.md).
 #   CONFIG_FILE  options in TOML; configs/deepseek_v3_debug.toml where it is not set
 #   NGPU         ranks to start on this machine; without it as many as the degrees ask for, else all GPUs
 set -euo pipefail

@@ -99,9 +99,7 @@ def test_no_layer_is_faster_on_a_cpu(tmp_path: Path) -> None:
     trainer, _ = trained(tmp_path / "run")
     assert recipes(trainer)[1] == set()
     assert load_config(tmp_path / "run").linear_fqns == ""
-    assert any(
-        line.startswith("dense linear layers in mxfp8_wgrad_with_hp: none; in high precision: layers.*") for line in trainer.describe()
-    )
+    assert any(line.startswith("dense linear layers: all in high precision (--linear-fqns auto") for line in trainer.describe())
 
 
 @pytest.mark.usefixtures("wide_layers_gain")

@@ -38,7 +38,7 @@ _GUIDES = (
     "performance",
     "performance_kernels",
     "howto/torchtitan",
-    "training",
+    "migration",
     "training/results",
     "training/optimizers",
     "howto/transformers",

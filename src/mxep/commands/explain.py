@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -92,7 +94,7 @@ class ExplainConfig:
 def command(argv: Sequence[str]) -> int:
     """Print the tables; returns 0. Raises ValueError for a configuration that is not possible."""
     config = tyro.cli(ExplainConfig, prog="mxep explain", args=list(argv))
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140)
     for name in ("tokens", "ranks", "gpu_gb"):
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
@@ -124,8 +126,8 @@ def command(argv: Sequence[str]) -> int:
         rows = crossover_rows(recipe)
         tokens = math.ceil(rows * E / (model.top_k * config.ep))
         console.print(
-            f"few tokens: below {rows} rows per weight MXFP8 is slower than bf16, since every call quantises the weights; that is "
-            f"{tokens:,} tokens a rank for these experts, {rows} for a dense linear. Recipe(hp_below_rows={rows}) multiplies in bf16 there"
+            f"few tokens: below {tokens:,} tokens a rank ({rows} rows per expert) MXFP8 is slower than bf16, since every call quantises "
+            f"the weights; for a dense linear layer below {rows}. Recipe(hp_below_rows={rows}) multiplies in bf16 there"
         )
         console.print(_linears_table(config, recipe, linears))
     console.print(_recipes_table(config, model))
@@ -281,6 +283,8 @@ def _linears_table(config: ExplainConfig, recipe: Recipe, by_gain: dict[str, str
     table = _table(
         f"Dense linear layers, {config.tokens:,} tokens, on a Hopper GPU", ("layer", f"in {recipe.name} (--linear-fqns auto)"), ()
     )
+    for column in table.columns:
+        column.no_wrap, column.overflow = False, "fold"  # names of layers stay whole
     for stays in dict.fromkeys(by_gain.values()):
         alike = [name for name, reason in by_gain.items() if reason == stays]
         for pattern in name_patterns(alike, [name for name in by_gain if name not in alike]):
@@ -292,7 +296,7 @@ def _recipes_table(config: ExplainConfig, model: ModelConfig) -> Table:
     """Bytes that one layer sends and keeps in each recipe."""
     from mxep.train.memory import kept_bytes
 
-    table = _table("Recipes, one MoE layer on one rank", ("recipe", "dispatch", "GEMM", "wgrad"), ("MiB sent", "MiB kept"))
+    table = _table("Recipes, one MoE layer on one rank (hp: bf16)", ("recipe", "dispatch", "GEMM", "wgrad"), ("MiB sent", "MiB kept"))
     letters = (config.tokens, model.dim, model.expert_hidden, model.num_experts, model.top_k, config.ep)
     for recipe in RECIPES.values():
         layer = model.num_shared_experts, recipe, config.fused_layer, config.keep_first_product
@@ -393,11 +397,11 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
     for mode, peak in zip(modes, peaks, strict=False):
         enough = ranks_that_fit(*plan, capacity, recompute=mode, **options)
         gpus = f"{config.world} x {config.gpu_gb:g} GB"
-        verdict = f"fits on {gpus}" if enough == config.world else f"does not fit on {gpus}; "
+        verdict = f"{'fits' if enough == config.world else 'does not fit'} on {gpus} ({peak.total / _GIB:,.1f} GiB on each)"
         if enough is None:
-            verdict += f"more GPUs do not help at --tokens {config.tokens}, lower it"
+            verdict += f"; more GPUs do not help at --tokens {config.tokens}, lower it"
         elif enough != config.world:
-            verdict += f"needs {enough}"
-        verdicts.append(f"{mode}: {verdict} ({peak.total / _GIB:,.1f} GiB on each)")
+            verdict += f"; needs {enough} GPUs"
+        verdicts.append(f"{mode}: {verdict}")
     verdicts.append(f"auto: {chosen.in_words(capacity)}")
     return table, verdicts

@@ -26,7 +26,11 @@ _PRECISIONS = ("mxfp8", "hp")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mxep profile", description=__doc__)
+    modes = (
+        "Modes: rank_dedup sends a token once to each rank that needs it, all_to_all once for each of its experts, all_gather to all ranks "
+        "(and reduce_scatter sums them back). mxep.FusedMoE(config, runtime=mxep.RuntimeEPConfig.load(OUT)) uses what was found."
+    )
+    parser = argparse.ArgumentParser("mxep profile", description=__doc__, epilog=modes)
     parser.add_argument("--tokens", type=int, default=16384, help="T, tokens of a rank (default 16384)")
     parser.add_argument("--dim", type=int, default=4096, help="D, their width (default 4096)")
     parser.add_argument("--top-k", type=int, default=8, help="C, experts of a token (default 8)")

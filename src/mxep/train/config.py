@@ -82,7 +82,8 @@ ROUTER_OPTIONS = ("router_dtype", "balance_loss", "balance_loss_type", "z_loss",
 class TrainConfig:
     """Train a MoE model. Without options: a DeepSeek-V3-shaped model that suits the machine, on the Python standard library's source.
 
-    Options without a default depend on the model and the machine; the run prints them. Names with a dot are torchtitan's.
+    Options without a default depend on the model and the machine; the run prints them. Names in brackets are other
+    names of the same option: torchtitan's (with a dot), Megatron's and transformers'.
     """
 
     # job
@@ -91,8 +92,8 @@ class TrainConfig:
     out: Annotated[Path | None, _also("job.dump_folder")] = None
     """Folder of the run; default: runs/<model>-<recipe>, numbered if taken."""
     resume: bool | Literal["auto"] = False
-    """Resume the run in --out (default: the newest in runs/) with its options; --resume alone means True. auto: start a new run if --out
-    has no checkpoint, for jobs that torchrun or a scheduler restarts."""
+    """Resume the run in --out (default: the newest in runs/) with its options. auto: start a new run if --out has no checkpoint, for jobs
+    that torchrun or a scheduler restarts."""
     resume_step: int | None = None
     """With --resume: the checkpoint to resume from, not the newest. Newer ones move to checkpoints/set_aside."""
     change: str = ""
@@ -131,8 +132,8 @@ class TrainConfig:
     """Precision of the router GEMM; default: fp32, and with --init-from what transformers uses: fp32 for deepseek_v2 and deepseek_v3, bf16
     for qwen3_moe. bf16 is the tokens' dtype (float32 on a CPU)."""
     balance_loss: Annotated[float | None, _also("router_aux_loss_coef")] = None
-    """Coefficient of the load-balancing loss as in transformers: E sum f P, where the f sum to top-k, averaged over MoE layers (Megatron's
-    coefficient is this times top-k / MoE layers). Default: the preset's; 0 is off."""
+    """Coefficient of the load-balancing loss, as in transformers: of the mean over MoE layers (Megatron's coefficient is this times top-k /
+    MoE layers). Default: the preset's; 0 is off."""
     balance_loss_type: Annotated[BalanceLossType | None, _also("moe_router_load_balancing_type")] = None
     """Tokens whose load that loss counts: each rank's microbatch (aux_loss), or all ranks and the step's microbatches so far
     (global_aux_loss). Default: the preset's."""
@@ -251,7 +252,8 @@ class TrainConfig:
     fused_experts: bool = True
     """Run experts with MXFP8 GEMMs as one function: half the memory for backward. Activations are quantised without a rounding to bf16."""
     fused_layer: bool = False
-    """Run each MoE layer as one function: a token is sent once to each rank instead of once per expert; values are rounded elsewhere."""
+    """Run each MoE layer as one function: a token is sent once to each rank instead of once per expert;
+    values are rounded in other places than with separate blocks."""
     keep_first_product: Literal["hp", "mxfp8"] = "hp"
     """Keep gate and up of each MoE layer with --fused-layer as they are, or in MXFP8: half the bytes, which backward reads rounded."""
     cache_weights: bool = False

@@ -65,6 +65,8 @@ def describe_linears(model: nn.Module, config: TrainConfig) -> list[str]:
         named = config.linear_fqns not in ("", AUTO, None) or config.linear_skip
         return ["dense linear layers in high precision: --linear-fqns and --linear-skip change nothing"] if named else []
     converted = [name for name, module in model.named_modules() if isinstance(module, MXLinear)]
+    if not converted:
+        return ["dense linear layers: all in high precision (--linear-fqns auto converts those that gain, on a Hopper GPU)"]
     routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear and not name.startswith(routers)]
     return [f"dense linear layers in {recipe.name}: {shown_names(converted)}; in high precision: {shown_names(others)}"]
