@@ -34,9 +34,10 @@ from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.ops.activation.functions import SwiGLU
-from mxep.parallel.conversion import converted_recipe, shown_names
+from mxep.parallel.conversion import converted_recipe
 from mxep.parallel.forwards import replaced_by
 from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
+from mxep.parallel.module_names import shown_names
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
 from mxep.recipe import Recipe, resolve_recipe

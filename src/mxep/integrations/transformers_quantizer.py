@@ -28,8 +28,8 @@ from mxep.models.huggingface_files import holds_nan
 from mxep.mx.mxfp4 import mxfp4_to_mxfp8
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight import KeptForms, MXWeight
-from mxep.parallel.conversion import shown_names
 from mxep.parallel.frozen_base import base_weights, chosen_weights, freeze_weight, stored_transposed
+from mxep.parallel.module_names import shown_names
 from mxep.placements import to_local
 
 _METHOD = "mxep"

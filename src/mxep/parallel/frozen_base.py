@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from mxep.checks import check_model
 from mxep.moe import Experts, Router
 from mxep.mx.weight import MXWeight, check_weight
-from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, shown_names
 from mxep.parallel.linears import ADAPTERS, KEPT_APART
+from mxep.parallel.module_names import as_patterns, check_patterns, matches_any, shown_names
 
 _log = logging.getLogger(__name__)
 _WHERE = "quantize_base"

@@ -20,8 +20,8 @@ from mxep.checks import check_model
 from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.moe import Router
 from mxep.mx.weight_cache import CachedWeight, WeightCache
-from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, matches_name, shown_names
 from mxep.parallel.linear_gains import linear_gains
+from mxep.parallel.module_names import as_patterns, check_patterns, matches_any, matches_name, shown_names
 from mxep.placements import to_local
 from mxep.recipe import Recipe, TakesRecipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
