@@ -91,7 +91,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
         with relaxed_capture() if is_capturing() else nullcontext():  # Triton loads it
             _variants[key] = _compiled_kernel(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
         return
-    if variant.function is None or is_watched():
+    if variant.function is None or has_launch_hooks():
         unrecorded("a launch by Triton's runner")
         variant.compiled[x, y, 1](*values)
     else:
@@ -103,8 +103,8 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
         variant.function(x, y, 1, torch._C._cuda_getCurrentRawStream(device), *variant.fixed, *values)
 
 
-def is_watched() -> bool:
-    """Whether a profiler wants to know of Triton's launches."""
+def has_launch_hooks() -> bool:
+    """Whether a profiler has put hooks on Triton's launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 

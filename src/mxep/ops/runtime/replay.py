@@ -373,8 +373,8 @@ def _runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == nvrtc.current_gpu()
 
 
-def _watched(device: torch.device) -> bool:
-    """Whether something wants to see the operators, records gradients or a graph, or checks values."""
+def _cannot_replay_now(device: torch.device) -> bool:
+    """Whether a mode, a profiler or a hook has to see each operator, gradients or a graph are recorded, or values are checked."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or (torch._C._len_torch_function_stack() and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()))
@@ -383,7 +383,7 @@ def _watched(device: torch.device) -> bool:
         or torch.is_grad_enabled()
         or is_capturing()
         or checking(device)
-        or ((triton := sys.modules.get(_TRITON_LAUNCH)) is not None and triton.is_watched())
+        or ((triton := sys.modules.get(_TRITON_LAUNCH)) is not None and triton.has_launch_hooks())
     )
 
 
@@ -402,7 +402,7 @@ def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -
         its results: these too, and other objects that depend on the options alone.
     """
     device = arguments[0].device
-    if torch.compiler.is_compiling() or not _runs_on(device) or _watched(device):
+    if torch.compiler.is_compiling() or not _runs_on(device) or _cannot_replay_now(device):
         return function(options, *arguments)
     packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # hooks want the same tensors in every call
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
