@@ -24,7 +24,7 @@ from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, mul
 from mxep.grouped_mm.products import GemmOptions, adds_lora, gemm_options
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import unflatten_rows
-from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.tensor import MXTensor, dequantize_data, reject_graph_output
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe
@@ -211,7 +211,7 @@ def dense_mm(
         x = x.dequantize()
     in_mx = isinstance(x, MXTensor)
     if in_mx:
-        reject_border(x, _WHERE)
+        reject_graph_output(x, _WHERE)
     options = _checked_options if torch.compiler.is_compiling() else _kept_options
     pads = recipe.wgrad == "mxfp8" and x.shape[:-1].numel() % MX_BLOCK != 0  # 32x1 blocks
     of_x, of_w = (x.shape[-1:], x.dtype, x.device), (w.shape, w.dtype, w.device)

@@ -35,7 +35,7 @@ from mxep.grouped_mm.products import (
 from mxep.grouped_mm.wgrad_gemm import add_wgrad, wgrad_gemm
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
-from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.tensor import MXTensor, dequantize_data, reject_graph_output
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.runtime.for_backward import ForBackward
@@ -350,7 +350,7 @@ def _checked_grouped_mm(
     kept: CachedWeight | None = None,
 ) -> torch.Tensor:
     """Check what belongs together, then multiply: without options in high precision, of a weight that is rounded to `weight_dtype`."""
-    reject_border(A, _WHERE)
+    reject_graph_output(A, _WHERE)
     offs = check_operands(A, B_t, offs, out_dtype)
     if bias is not None:
         check_tensors(_WHERE, A.device, bias=bias)

@@ -247,7 +247,7 @@ class MXTensor(torch.Tensor):
             setattr(self, name, getattr(value, name))
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        _reject_border(self, "torch.compile")  # while a graph is traced, too: it takes this tensor in
+        reject_graph_output(self, "torch.compile", while_tracing=True)
         return ["qdata", "scale"], {"orig_dtype": self.orig_dtype}
 
     @staticmethod
@@ -273,7 +273,7 @@ class MXTensor(torch.Tensor):
             return _broadcast(func, args, kwargs)
         _reject_writes(func, args, kwargs)
         if func is aten._to_copy.default:
-            reject_border(args[0], "dequantize")
+            reject_graph_output(args[0], "dequantize")
             dtype = kwargs.get("dtype") or args[0].orig_dtype
             if dtype in (*HIGH_PRECISION, torch.float16):
                 return dequantize_data(args[0], dtype)
@@ -281,7 +281,7 @@ class MXTensor(torch.Tensor):
         def plain(value: Any) -> Any:
             if not isinstance(value, MXTensor):
                 return value
-            reject_border(value, str(func))
+            reject_graph_output(value, str(func))
             values = dequantize_data(value)
             return values if func in _TAKES_ANY_STRIDES else values.contiguous()
 
@@ -327,17 +327,16 @@ def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> to
     return value if dtype is None else value.to(dtype)
 
 
-def reject_border(mx: torch.Tensor, where: str) -> None:
-    """Raise when an MX tensor has left a compiled graph and would need a gradient through that border.
+def reject_graph_output(mx: torch.Tensor, where: str, *, while_tracing: bool = False) -> None:
+    """Raise ValueError for an MX tensor that a compiled graph returned and that needs a gradient.
 
-    The graph's backward was compiled for an MX gradient, but what reads an MX activation sends back a plain one; torch would fail
-    in the middle of backward with a message about tangents.
+    The graph's backward was compiled for an MX gradient, but operators outside of the graph return a plain one.  Torch would fail in the
+    middle of backward with a message about tangents.
+
+    `while_tracing` False checks in eager code alone: the inputs of a graph are checked when they are flattened.
     """
-    if isinstance(mx, MXTensor) and not torch.compiler.is_compiling():  # a graph that takes one in was checked when it was flattened
-        _reject_border(mx, where)
-
-
-def _reject_border(mx: MXTensor, where: str) -> None:
+    if not isinstance(mx, MXTensor) or (torch.compiler.is_compiling() and not while_tracing):
+        return
     if mx.requires_grad and type(mx.grad_fn).__name__ == _COMPILED_NODE:
         raise ValueError(
             f"{where}: an MX tensor of shape {tuple(mx.shape)} left a compiled graph (a break after dispatch or permute) and its "

@@ -1,7 +1,7 @@
 """Rows through an FP8 GEMM by one call on the host: plain rows, MX rows, and rows that their producer has rebased.
 
-The GEMM reads rebased rows.  Those that this file makes live between two launches alone, so they are one allocation without tensors of its
-parts.  Every function has a plan (`mxep.ops.runtime.plans`), and falls back to one launcher after the other where it has none.
+The GEMM reads rebased rows.  Rows that this file rebases exist only between two launches, so they are one allocation, and its parts are
+addresses and no tensors.  Every function has a plan (`mxep.ops.runtime.plans`).  Without a plan it calls one launcher after the other.
 """
 
 from __future__ import annotations
