@@ -317,7 +317,7 @@ def _outputs(call: _CallOptions, left: _Dispatched) -> Tensor:
         assert chunk.grad_map is not None
         if chunk.last:
             earlier = None if chunk.chunk is None else reduction.finish(out, chunk.grad_map, chunk.chunk)
-            return dispatcher.combine.to_tokens(out, options.scaling_modes.combine, earlier=earlier)
+            return dispatcher.combine.to_tokens(out, options.scaling_modes.combine, earlier)
         assert chunk.chunk is not None
         reduction.add(out, chunk.grad_map, chunk.chunk)
         del out

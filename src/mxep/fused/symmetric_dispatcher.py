@@ -178,8 +178,8 @@ class SymmetricRowExchange(NamedTuple):
         rows = torch.ops.mxep.quantize_packed(tokens, scaling_mode) if scaling_mode else tokens.contiguous()
         return self._copy(_TO_EXPERTS, tokens, scaling_mode, [rows] * self.transport.world)
 
-    def to_tokens(self, rows: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
-        return self._write_to_tokens(rows, scaling_mode, earlier)(added)
+    def to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Tensor:
+        return self._write_to_tokens(rows, scaling_mode, earlier)()
 
     def _write_to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None) -> _Started:
         """`start_to_tokens` by a kernel."""

@@ -257,20 +257,20 @@ def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None
         raise ValueError(f"{_WHERE}: A is an MXWeight, want rows, plain or an MXTensor; dequantise it")
     if out_dtype not in HIGH_PRECISION:
         raise ValueError(f"{_WHERE}: out_dtype={out_dtype}, want bfloat16 or float32")
-    return check_offsets(_WHERE, offs, b_t.shape[0], a)
+    return _check_offsets(offs, b_t.shape[0], a)
 
 
-def check_offsets(where: str, offs: torch.Tensor | None, num_groups: int, a: torch.Tensor) -> torch.Tensor:
+def _check_offsets(offs: torch.Tensor | None, num_groups: int, a: torch.Tensor) -> torch.Tensor:
     """END offsets as int32 (G,). Raises ValueError for a wrong shape or dtype; in checking mode also for wrong values (host sync)."""
     if not isinstance(offs, torch.Tensor) or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
         got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else "None" if offs is None else type(offs).__name__
-        raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32 or int64, the END row of every group on A's device")
-    check_tensors(where, a.device, offs=offs)
+        raise ValueError(f"{_WHERE}: offs is {got}, want ({num_groups},) int32 or int64, the END row of every group on A's device")
+    check_tensors(_WHERE, a.device, offs=offs)
     if values_checked(offs):
         ends = offs.tolist()  # host sync: only in checking mode
         if any(end < start for start, end in zip([0, *ends], ends, strict=False)) or (ends and ends[-1] > a.shape[0]):
             raise ValueError(
-                f"{where}: offs={ends}, want END rows that do not decrease, from 0 to at most M = {a.shape[0]}; use cumsum of the counts"
+                f"{_WHERE}: offs={ends}, want END rows that do not decrease, from 0 to at most M = {a.shape[0]}; use cumsum of the counts"
             )
     return offs.int()
 
@@ -416,7 +416,7 @@ def expert_mm(
             raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")
         if x.dtype not in HIGH_PRECISION or w.dtype not in HIGH_PRECISION:
             raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
-        offs = check_offsets(_WHERE, offs, w.shape[0], x)
+        offs = _check_offsets(offs, w.shape[0], x)
         return _GroupedMM.apply(x, w, offs, None, None, weight_dtype)
     return recipe_grouped_mm(x, w.transpose(-2, -1), offs, None, x.dtype, recipe, pad_groups, kept, weight_dtype=weight_dtype)
 
