@@ -463,7 +463,7 @@ class _FusedMoE(torch.autograd.Function):
         call = ctx.call._replace(needs=_needs_grad(ctx, router is not None), saves_x=ctx.needs_input_grad[1])
         shape, dtype, device = ctx.output
         dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
-        weights, needs, saved = ExpertWeights.of(tensors), call.needs, ctx.saved.again(kept)
+        weights, needs, saved = ExpertWeights.of(tensors), call.needs, ctx.saved.with_saved(kept)
         arguments = dy, grads[2], grads[3], saved, router, weights
         if _replays(call.fused, device):
             gate_up, down = of_caches[:2], of_caches[2:]
@@ -481,8 +481,8 @@ class _FusedMoE(torch.autograd.Function):
 
 
 def _split_saved(saved: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `_FusedMoE` saves: the router's weight, the experts' weights, bounds of chunks, what `ForBackward.again` wants, and the weights'
-    forms from caches.
+    """What `_FusedMoE` saves: the router's weight, the experts' weights, bounds of chunks, what `ForBackward.with_saved` takes, and the
+    weights' forms from caches.
     """
     router, *rest = saved
     split = _NUM_WEIGHTS + 2
@@ -548,7 +548,7 @@ def is_fused(node: object) -> bool:
 def saved_memory(node: Any) -> dict[str, list[Memory | None]]:
     """Memory that a node of this function keeps, but for the weights, by the keys of `saved_bytes`."""
     *_, kept, of_caches = _split_saved(node.saved_tensors)
-    memory = node.saved.again(kept).memory()
+    memory = node.saved.with_saved(kept).memory()
     x, logits, columns, rows, scale, *of_gate_up = memory[-_NUM_SAVED:-_NUM_FORMS]  # gate and up, scales, adapter
     return {
         "input": [x],

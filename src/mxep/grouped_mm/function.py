@@ -149,7 +149,7 @@ def gradients(
     `lora`: as in `multiply_rows`.
     """
     *kept, dgrad_data, dgrad_scale, w = saved
-    form, made = (dgrad_data, dgrad_scale), ctx.saved.again(kept)
+    form, made = (dgrad_data, dgrad_scale), ctx.saved.with_saved(kept)
     d_gemm = ctx.gemm if ctx.gemm is None or ctx.gemm.out_dtype == ctx.a_like[1] else ctx.gemm.with_out_dtype(ctx.a_like[1])
     if needs_a and form[0] is None and not made.has(_DGRAD) and ctx.kept is not None and d_gemm is not None:
         form = Weights(_of_groups(w), None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=form).cached("dgrad")
