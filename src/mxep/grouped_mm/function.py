@@ -70,7 +70,7 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _of_groups(w: torch.Tensor) -> torch.Tensor:
-    """w as (G, N, K); a dense layer's (N, K) is of one group. A frozen one goes past the dispatcher, which costs the host a launch."""
+    """w as (G, N, K); a dense layer's (N, K) is one group. A frozen weight bypasses torch's dispatcher, which costs as much as a launch."""
     if w.dim() == 3:
         return w
     return w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
@@ -366,7 +366,7 @@ def _checked_grouped_mm(
     if options.wgrad == "mxfp8":
         _check_block_groups(offs, A.shape[0], options.pad_groups)
     if not (torch.is_grad_enabled() and B_t.requires_grad):
-        # Built anew, since under dynamo of torch 2.11 a _replace loses its fields.
+        # Not by _replace, which loses its fields under dynamo of torch 2.11.
         o = options
         options = GemmOptions(o.out_dtype, "none", o.mode, o.path, o.float32_path, o.rebased, o.pad_groups, o.weight_dtype)
     return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, options, None, kept, main_grad)
@@ -385,16 +385,16 @@ def expert_mm(
     weight_dtype: torch.dtype | None = None,
     pad_groups: bool = False,
 ) -> torch.Tensor:
-    """One expert GEMM as a recipe wants it.
+    """One expert GEMM in the precision and on the GEMM path of a recipe.
 
     Args:
         x: (P, K), MX or plain.
         w: (L, N, K); also an MXWeight.
         offs: (L,) int32 or int64 END offsets.
         recipe: precision and GEMM path, or a preset's name.
-        kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
+        kept: w's entry in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
         weight_dtype: to which w is rounded wherever it is read, None: not at all.  Backward keeps w and not its rounded copy.
-        pad_groups: groups that are not whole MX blocks are padded inside, for a wgrad that wants these.
+        pad_groups: pad groups to whole MX blocks inside, for a wgrad that needs them.
 
     Returns:
         (P, N) in x's dtype; rows past offs[-1] are zero.
