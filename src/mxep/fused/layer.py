@@ -293,7 +293,7 @@ class FusedMoE(MoE):
         return fused.train(moe.training)
 
     def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As that of `MoE`, in one autograd function. Raises ValueError as `check_router` does."""
+        """`MoE._routed_experts` as one autograd function. Raises ValueError as `check_router` does."""
         routed = self.experts(self.router.hold_gate(tokens), self)
         if isinstance(self.router, FSDPModule):  # another backward, or a forward without gradients, may have freed what backward reads
             for result in routed:

@@ -258,7 +258,7 @@ def _pitch(rows: Tensor, scaling_mode: str) -> int:
 
 
 def _earlier_sums(earlier: PartialSums | None) -> tuple[Tensor | None, ...]:
-    """What `p2p_reduce_rows` takes of sums of earlier chunks."""
+    """The arguments of `p2p_reduce_rows` for sums of earlier chunks."""
     return () if earlier is None else (earlier.chunk, earlier.sums, earlier.carry)
 
 

@@ -126,7 +126,7 @@ def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager:
-    """Autocast, where it is on, would round the operands of a product to bf16."""
+    """A context without autocast, which would round the operands of a product to bf16."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -143,7 +143,7 @@ class RouterProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
-        """(T, E) float32 -> those of tokens and weight in their dtypes."""
+        """The gradient (T, E) float32 -> gradients of tokens and weight in their dtypes."""
         (tokens, weight), (needs_tokens, needs_weight) = ctx.saved_tensors, ctx.needs_input_grad
         return logits_backward(d_logits, tokens if needs_weight else None, weight, "fp32", tokens.dtype, needs_tokens)
 
