@@ -54,7 +54,7 @@ def _plan(
     words_a: bool,
     words_g: bool,
 ) -> _WgradPlan | None:
-    """None for operands that are copied, or refused, and for no token."""
+    """The plan; None for operands that are copied or refused, and without tokens."""
     device = offs[2]
     if not (_fits(grad, device) and _fits(a, device)) or offs[1] != torch.int32 or len(offs[0]) != 1:
         return None
