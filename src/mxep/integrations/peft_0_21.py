@@ -2,7 +2,7 @@
 
 peft adds an adapter of stacked experts to the weight itself: a copy of all experts in each forward, and their whole gradient in backward.
 `register` gives a configuration layers that hand the two factors to `experts_implementation="mxep"`, which multiplies them with the rows
-next to the base's GEMMs.  Beside dense layers peft casts the rows to the adapter's float32, multiplies, scales, and adds; here GEMMs in the
+next to the base's GEMMs.  For dense layers peft casts the rows to the adapter's float32, multiplies, scales, and adds; here GEMMs in the
 rows' dtype add to the base's results, and no other pass reads or writes them.  Names of adapters, their files and every option are peft's.
 """
 
@@ -132,7 +132,7 @@ class LoraLinear(_MergesIntoPlain, lora.Linear):
 
     The layer and its adapters are one autograd function (`mxep.grouped_mm.dense.DenseLora`); several adapters are joined along the rank.
     Calls run as peft runs them while an active adapter is a variant (DoRA, aLoRA and the like), has a bias, or is sharded or wrapped by
-    itself, while the layer is sharded, while one of these has hooks or a forward of its own, with dropout beside several adapters, and with
+    itself, while the layer is sharded, while one of these has hooks or a forward of its own, with dropout and several adapters, and with
     arguments of peft's (`adapter_names`).
     """
 

@@ -30,8 +30,10 @@ _WHERE = "quantize_base"
 
 
 def base_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """By name, the weights that may be frozen in MX, and the module that has each: those of linear layers, and stacked ones of experts,
-    without adapters."""
+    """The weights that may be frozen in MX, by name: the module that has each, and its name there.
+
+    They are the weights of linear layers and the stacked weights of experts, without adapters.
+    """
     everywhere = dict(model.named_modules(remove_duplicate=False))
     routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
     found: dict[str, tuple[nn.Module, str]] = {}

@@ -28,7 +28,7 @@ from mxep.shapes import MX_BLOCK
 
 _log = logging.getLogger(__name__)
 _WHERE = "convert_linears"
-ADAPTERS = ("lora_*", "modules_to_save")  # of peft, beside the layers that they adapt: they learn, in high precision
+ADAPTERS = ("lora_*", "modules_to_save")  # modules of peft, which are trained in high precision
 KEPT_APART = ("router", "gate", "lm_head", "output")  # routers and projections to logits: small GEMMs that are sensitive to precision
 
 
@@ -36,9 +36,9 @@ class MXLinear(TakesRecipe, nn.Linear):
     """A torch.nn.Linear whose products run in MXFP8.
 
     Args:
-        linear: whose parameters it takes over, the same objects, and whose hooks.
+        linear: the layer whose parameters, the same objects, and hooks it takes over.
         recipe: a `Recipe` or a preset's name; GEMM, wgrad, scaling mode and path are what it reads of it.
-        fqn: what errors call it.
+        fqn: its name in errors.
 
     Raises:
         ValueError: widths that are no multiples of 32, a recipe without MXFP8 GEMMs, a forward that replaces the layer's.

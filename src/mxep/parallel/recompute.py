@@ -87,7 +87,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute, preserve_rng_
 
 
 def _with(call: Callable, forward: Callable, *arguments: Any) -> Callable:
-    """call(forward, *arguments, ...) in the place of `forward`, a partial: a copy of the module runs its own forward.
+    """A partial of call(forward, *arguments, ...) in the place of `forward`: a copy of the module runs its own forward.
 
     deepcopy shares closures, and copies what a partial holds.
     """
