@@ -55,7 +55,7 @@ class ExchangeTime(NamedTuple):
 
     @property
     def gb_per_s(self) -> float:
-        """Per rank and direction."""
+        """10^9 bytes per second that each rank sends."""
         return self.wire_bytes / self.ms / 1e6
 
 

@@ -47,6 +47,7 @@ class GemmOptions(NamedTuple):
     weight_dtype: torch.dtype | None = None  # to which a weight is rounded wherever it is read, None: not at all
 
     def path_to(self, out_dtype: torch.dtype) -> str:
+        """The GEMM path of results in `out_dtype`."""
         return self.float32_path if out_dtype == torch.float32 else self.path
 
     def with_out_dtype(self, out_dtype: torch.dtype) -> GemmOptions:

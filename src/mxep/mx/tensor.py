@@ -216,10 +216,12 @@ class MXTensor(torch.Tensor):
 
     @property
     def elem_dtype(self) -> torch.dtype:
+        """The dtype of qdata, float8_e4m3fn."""
         return self.qdata.dtype
 
     @property
     def block_size(self) -> int:
+        """32, the values that share a scale."""
         return MX_BLOCK
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
