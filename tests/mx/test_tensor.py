@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mxep.mx import MXTensor, quantize_mx
-from mxep.mx.tensor import dequantize_data, reject_border
+from mxep.mx.tensor import dequantize_data, reject_graph_output
 from mxep.shapes import record_bytes
 
 
@@ -171,6 +171,6 @@ def test_bytes_that_do_not_belong_together(qdata, scales, dtype, says: str) -> N
 
 def test_plain_values_pass_the_helpers() -> None:
     x = torch.ones(2, 32)
-    reject_border(x, "here")
+    reject_graph_output(x, "here")
     assert dequantize_data(x) is x
     assert dequantize_data(x, torch.bfloat16).dtype == torch.bfloat16

@@ -23,7 +23,7 @@ def compiled(function: str, exact: bool, scored: bool, folder: Path) -> Values:
     """(dh, gate, up, scores), (T, H) each, -> h, gradients of gate and of up, and what each adds to its row's score's."""
     given, value = FUNCTIONS[function], folder / "value.cuh"
     how, activation = given.get("form", SWIGLUS["plain"]), given.get("activation", "swiglu")
-    variant = Variant(32, "concatenated", "rceil", exact, scores=scored, activation=activation, how=how)
+    variant = Variant(32, "concatenated", "rceil", exact, scores=scored, activation=activation, swiglu=how)
     value.write_text(nvrtc.source("activation/functions.cuh", options=variant.options()))
     program, source = folder / "activation", Path(__file__).parent / "activation_on_host.cpp"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", f'-DVALUE="{value}"']

@@ -170,8 +170,8 @@ VARIANTS = {
     "swiglu_backward_of_mx_every_form": swiglu(
         1056, "interleaved", x_mx=True, x=FLOAT32, dh=FLOAT32, exact=True, forms=("mx+hp", "mx+hp"), scores=True, single_row=True
     ),
-    "swiglu_backward_limit": swiglu(7168, "concatenated", scores=True, how=SwiGLU(10.0)),
-    "swiglu_backward_gpt_oss": swiglu(2880, "interleaved", forms=("mx+hp", "hp"), scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
+    "swiglu_backward_limit": swiglu(7168, "concatenated", scores=True, swiglu=SwiGLU(10.0)),
+    "swiglu_backward_gpt_oss": swiglu(2880, "interleaved", forms=("mx+hp", "hp"), scores=True, swiglu=SwiGLU(7.0, 1.702, 1.0)),
     "swiglu_backward_mixed": swiglu(8192, "concatenated", exact=True, x=FLOAT32, forms=("hp", "mx"), scores=True),
     "geglu_backward": activated("geglu", 7168),
     "geglu_backward_exact": activated("geglu", 1056, layout="interleaved", exact=True, forms=("mx+hp", "mx+hp"), scores=True),
@@ -187,7 +187,7 @@ VARIANTS = {
     "swiglu_rebased_hp": rebasing("swiglu", 768, h="rebased+hp", scores=True, num_valid_rows=True),
     "swiglu_rebased_row": rebasing("swiglu", 1408, block_scales=False),
     "swiglu_rebased_interleaved": rebasing("swiglu", 2048, layout="interleaved", scores=True),
-    "swiglu_rebased_gpt_oss": rebasing("swiglu", 2880, layout="interleaved", scores=True, how=SwiGLU(7.0, 1.702, 1.0)),
+    "swiglu_rebased_gpt_oss": rebasing("swiglu", 2880, layout="interleaved", scores=True, swiglu=SwiGLU(7.0, 1.702, 1.0)),
     "swiglu_rebased_far": rebasing("swiglu", 14336, scores=True),
     "swiglu_rebased_exact": rebasing("swiglu", 96, scaling_mode="floor", exact=True, wide=False),
     "swiglu_rebased_float32": rebasing("swiglu", 32, x=FLOAT32, layout="interleaved", num_valid_rows=True),
@@ -198,7 +198,7 @@ VARIANTS = {
     "swiglu_rebased_gradient_row": rebasing("swiglu", 1408, "rebased", block_scales=False),
     "swiglu_rebased_gradient_interleaved": rebasing("swiglu", 1408, "mx+rebased", "mx", layout="interleaved", scores=True),
     "swiglu_rebased_gradient_gpt_oss": rebasing(
-        "swiglu", 2880, "rebased+hp", "hp", layout="interleaved", scores=True, how=SwiGLU(7.0, 1.702, 1.0)
+        "swiglu", 2880, "rebased+hp", "hp", layout="interleaved", scores=True, swiglu=SwiGLU(7.0, 1.702, 1.0)
     ),
     "swiglu_rebased_gradient_far": rebasing("swiglu", 14336, "mx+rebased", "mx", scores=True),
     "swiglu_rebased_gradient_every_form": rebasing("swiglu", 1056, "mx+rebased+hp", "mx+hp", layout="interleaved", scores=True, exact=True),
@@ -206,12 +206,12 @@ VARIANTS = {
     "swiglu_rebased_gradient_float32": rebasing("swiglu", 96, "mx+rebased+hp", "mx+hp", x=FLOAT32, dh=FLOAT32, scores=True, wide=False),
     "geglu_rebased_gradient": rebasing("geglu", 7168, "mx+rebased", "mx", scores=True),
     "relu2_rebased_gradient": rebasing("relu2", 1856, "mx+rebased+hp", "mx+hp", scores=True, num_valid_rows=True),
-    "swiglu_rebased_sums_gpt_oss": summing("swiglu", 2880, "mx+rebased", "mx", layout="interleaved", how=SwiGLU(7.0, 1.702, 1.0)),
+    "swiglu_rebased_sums_gpt_oss": summing("swiglu", 2880, "mx+rebased", "mx", layout="interleaved", swiglu=SwiGLU(7.0, 1.702, 1.0)),
     "swiglu_rebased_sums_gpt_oss_hp": summing(
-        "swiglu", 2880, "rebased", "hp", layout="interleaved", how=SwiGLU(7.0, 1.702, 1.0), num_valid_rows=True
+        "swiglu", 2880, "rebased", "hp", layout="interleaved", swiglu=SwiGLU(7.0, 1.702, 1.0), num_valid_rows=True
     ),
     "swiglu_rebased_sums_gpt_oss_of_mx": summing(
-        "swiglu", 2880, "mx+rebased", "mx", layout="interleaved", how=SwiGLU(7.0, 1.702, 1.0), num_valid_rows=True, x_mx=True
+        "swiglu", 2880, "mx+rebased", "mx", layout="interleaved", swiglu=SwiGLU(7.0, 1.702, 1.0), num_valid_rows=True, x_mx=True
     ),
     "swiglu_rebased_sums_of_mx": summing("swiglu", 2048, "rebased", "none", block_scales=False, scores=False, x_mx=True),
     "swiglu_rebased_sums_far": summing("swiglu", 6144, "mx+rebased", "mx", num_valid_rows=True),

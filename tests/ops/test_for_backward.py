@@ -58,7 +58,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
         w, *kept = ctx.saved_tensors
-        return replayed(backward, "options", grads[0], ctx.saved.again(kept), w)
+        return replayed(backward, "options", grads[0], ctx.saved.with_saved(kept), w)
 
 
 def step(number: int) -> tuple[int, tuple[Tensor, ...]]:

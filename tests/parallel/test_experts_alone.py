@@ -35,7 +35,7 @@ def build(meshes: Meshes, recipe: str, kind: str, reshard: bool = True, by_fsdp:
         fuse_layers(net)
     for layer in net.layers:
         parallelize_moe(layer, meshes.ep)
-    with patch.object(data_parallel, "_ROUND_WHAT_THEY_READ", ()) if by_fsdp else nullcontext():
+    with patch.object(data_parallel, "_ROUND_THEIR_PARAMETERS", ()) if by_fsdp else nullcontext():
         apply_fsdp(net, meshes, param_dtype=BF16, reshard_after_forward=reshard)
     assert all(isinstance(layer.experts, FSDPModule) == by_fsdp for layer in net.layers)
     return net

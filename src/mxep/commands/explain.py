@@ -278,7 +278,7 @@ def _linears(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> dict[
 
 def _linears_table(config: ExplainConfig, recipe: Recipe, by_gain: dict[str, str | None]) -> Table:
     """What `_linears` found, layers alike in one row."""
-    from mxep.parallel.conversion import name_patterns
+    from mxep.parallel.module_names import name_patterns
 
     table = _table(
         f"Dense linear layers, {config.tokens:,} tokens, on a Hopper GPU", ("layer", f"in {recipe.name} (--linear-fqns auto)"), ()

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from mxep.checks import check_mode
 from mxep.ep.dispatch import AllToAll, check_exchange, one_group
-from mxep.mx.tensor import reject_border
+from mxep.mx.tensor import reject_graph_output
 from mxep.recipe import ScaleCalculationMode
 from mxep.shapes import MX_BLOCK
 
@@ -53,7 +53,7 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
         True
     """
     where = "combine"
-    reject_border(input, where)
+    reject_graph_output(input, where)
     mode = check_mode(where, scaling_mode, block_size)
     name = check_exchange(where, input, output_splits, input_splits, one_group(where, group_name, group), quantised=mxfp8_bwd)
     return AllToAll.apply(input, output_splits, input_splits, name, "", mode if mxfp8_bwd else "")

@@ -32,7 +32,7 @@ from mxep.grouped_mm.products import GemmOptions, Weights, gemm_options, multipl
 from mxep.grouped_mm.wgrad_gemm import wgrad_gemm
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
-from mxep.mx.tensor import MXTensor, reject_border
+from mxep.mx.tensor import MXTensor, reject_graph_output
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
@@ -188,7 +188,7 @@ def ep_grouped_mm(
             "GEMMs here, and ranks may have other numbers of rows; call the five blocks, or mxep.fused_experts"
         )
     mode = recipe.scaling_mode.value
-    reject_border(input, _WHERE)
+    reject_graph_output(input, _WHERE)
     check_rows(_WHERE, input, quantised=recipe.gemm == "mxfp8")
     _check_weight(input, weight, num_tokens_per_expert, quantised=recipe.gemm == "mxfp8")
     check_splits(_WHERE, output_splits, input_splits)

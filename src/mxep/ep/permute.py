@@ -14,7 +14,7 @@ import torch
 from mxep.checks import check_count, check_rows, check_tensors, row_counts
 from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.rows import gather_as_mx, scatter
-from mxep.mx.tensor import MXTensor, reject_border
+from mxep.mx.tensor import MXTensor, reject_graph_output
 from mxep.mx.weight import MXWeight
 from mxep.operators import direct
 from mxep.recipe import check_group_alignment
@@ -53,7 +53,7 @@ def permute_rows(
     where: str, rows: torch.Tensor, counts: torch.Tensor, ep_degree: int, num_local_experts: int, alignment: int, mode: str = ""
 ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """All forms of permute; with a scaling mode as `mode`, plain rows become MX."""
-    reject_border(rows, where)
+    reject_graph_output(rows, where)
     check_tensors(where, input=rows)
     check_tensors(where, rows.device, num_tokens_per_expert=counts)
     if rows.dim() != 2 or isinstance(rows, MXWeight):

@@ -14,7 +14,7 @@ import torch
 from mxep.checks import check_count, check_tensors, values_checked
 from mxep.mx.compile import enters_graph, in_graph, leave_graph
 from mxep.mx.rows import gather_as_mx, scatter
-from mxep.mx.tensor import dequantize_data, reject_border
+from mxep.mx.tensor import dequantize_data, reject_graph_output
 
 
 @in_graph
@@ -58,7 +58,7 @@ def unpermute_hp_fwd_mxfp8_bwd(input: torch.Tensor, permuted_indices: torch.Tens
 def unpermute_rows(input: torch.Tensor, permuted_indices: torch.Tensor, padded_shape: torch.Size, mode: str = "") -> torch.Tensor:
     """`unpermute_hp_fwd_mxfp8_bwd`; with a scaling mode as `mode`, its backward returns MX for any gradient."""
     where = "unpermute"
-    reject_border(input, where)
+    reject_graph_output(input, where)
     check_tensors(where, input=input)
     check_tensors(where, input.device, permuted_indices=permuted_indices)
     if not isinstance(padded_shape, tuple | list) or not padded_shape:

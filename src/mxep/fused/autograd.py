@@ -61,7 +61,7 @@ _NUM_WEIGHTS = len(TENSORS)
 
 
 class SavedTensors(NamedTuple):
-    """What forward makes for backward, in addition to the dispatcher's tensors; None for what nothing will read."""
+    """Tensors that forward saves for backward, in addition to the dispatcher's; None for those that nothing will read."""
 
     x: Tensor | None  # (T, D), the input itself
     logits: Tensor | None  # (T, E); computed again where x is kept
@@ -88,7 +88,7 @@ def _as_rows(data: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
 
 
 def _gradient_flags(needs: NeedsGrad, redispatch: bool) -> int:
-    """What backward's exchanges depend on, as `DispatchSpec.gradients` has it."""
+    """`DispatchSpec.gradients`, the number that encodes what backward's exchanges depend on."""
     read = (needs.reads_x, needs.activation) if redispatch else ()
     return 1 + sum(bit << index for index, bit in enumerate((needs.x, needs.scores, *read)))
 
@@ -166,7 +166,8 @@ def _backward_over_chunks(
     forms: WeightForms,
     forward: WeightForms,
 ) -> tuple[_GradientReturn, list[Tensor | None]]:
-    """From the output's gradient (R, D) as it was received: what is on its way to the tokens' ranks, and the gradients of `weights`."""
+    """The experts' backward, from the output's gradient (R, D) as it was received: gradients that are being sent to the tokens' ranks, and
+    the gradients of `weights`."""
     gemm = options.experts.gemm
     returned = _GradientReturn(dispatcher, options.scaling_modes.dispatch_backward, saved.columns, options.score_dtype)
     rows, gate_up = _as_rows(saved.rows, saved.scale, grad.dtype), _as_rows(saved.gate_up, saved.gate_up_scale, grad.dtype)
@@ -212,13 +213,13 @@ def _backward_over_chunks(
 
 
 class _CallOptions(NamedTuple):
-    """What a call depends on besides its tensors; hashable.
+    """Everything that a call depends on except for its tensors; hashable.
 
     Attributes:
         fused: the options.  needs: which inputs need a gradient.  saves: whether there will be a backward.
         saves_x: whether the router's weight needs a gradient, which reads the tokens.
-        autocast: whether it is on.
-        caches: of the weights' quantised forms.
+        autocast: whether autocast is on.
+        caches: the weights' entries in a `WeightCache`.
     """
 
     fused: FusedOptions
@@ -241,8 +242,14 @@ class _Dispatched(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """What `_forward` returns: options with those that the tokens decide, counts, shares and z of the routing, what it leaves for
-    `_outputs`, and what it saves for backward: `SavedTensors` and the dispatcher's tensors, and the dispatcher without them."""
+    """What `_forward` returns.
+
+    Attributes:
+        options: the call's options, with those that depend on the number of tokens.
+        counts, shares, z: as in `Routing`; None without a router.
+        left: what `_outputs` reads, a `_Dispatched`.
+        saved: the dispatcher's tensors and `SavedTensors`, and the dispatcher without its tensors; None without a backward.
+    """
 
     options: FusedOptions
     counts: Tensor | None
@@ -317,7 +324,7 @@ def _outputs(call: _CallOptions, left: _Dispatched) -> Tensor:
         assert chunk.grad_map is not None
         if chunk.last:
             earlier = None if chunk.chunk is None else reduction.finish(out, chunk.grad_map, chunk.chunk)
-            return dispatcher.combine.to_tokens(out, options.scaling_modes.combine, earlier=earlier)
+            return dispatcher.combine.to_tokens(out, options.scaling_modes.combine, earlier)
         assert chunk.chunk is not None
         reduction.add(out, chunk.grad_map, chunk.chunk)
         del out
@@ -376,7 +383,7 @@ def _replays(options: FusedOptions, device: torch.device) -> bool:
 
 
 def _forward_tensors(call: _CallOptions, *arguments: Any) -> _Forward:
-    """`_forward`, whose `left` are tensors here: arguments of `_outputs_of_tensors`."""
+    """`_forward` with arguments of `_outputs_of_tensors` as `left`."""
     made = _forward(call, *arguments)
     left: _Dispatched = made.left
     forms = left.gemms[0].made("forward"), left.gemms[1].made("forward")
@@ -415,9 +422,9 @@ class _FusedMoE(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, router: Tensor | None, *rest: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Callable[[], Tensor] | None]:
-        """The output (T, D), counts, shares and z, and None; or with `apart` a tensor without values in place of the output, and at last a
-        function of its values.
+        """The output (T, D), counts, shares, z, and None.
 
+        With `apart`, a tensor without values in the place of the output, and as last result a function that returns the output.
         `rest`: the weights' tensors, and what the next line names; options are `FusedOptions`.
         """
         *tensors, expert_bias, experts, scores, options, caches, grad_enabled, apart = rest
@@ -463,7 +470,7 @@ class _FusedMoE(torch.autograd.Function):
         call = ctx.call._replace(needs=_needs_grad(ctx, router is not None), saves_x=ctx.needs_input_grad[1])
         shape, dtype, device = ctx.output
         dy = torch.zeros(shape, dtype=dtype, device=device) if grads[0] is None else dequantize_data(grads[0]).contiguous()
-        weights, needs, saved = ExpertWeights.of(tensors), call.needs, ctx.saved.again(kept)
+        weights, needs, saved = ExpertWeights.of(tensors), call.needs, ctx.saved.with_saved(kept)
         arguments = dy, grads[2], grads[3], saved, router, weights
         if _replays(call.fused, device):
             gate_up, down = of_caches[:2], of_caches[2:]
@@ -481,8 +488,8 @@ class _FusedMoE(torch.autograd.Function):
 
 
 def _split_saved(saved: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `_FusedMoE` saves: the router's weight, the experts' weights, bounds of chunks, what `ForBackward.again` wants, and the weights'
-    forms from caches.
+    """What `_FusedMoE` saves: the router's weight, the experts' weights, bounds of chunks, what `ForBackward.with_saved` takes, and the
+    weights' forms from caches.
     """
     router, *rest = saved
     split = _NUM_WEIGHTS + 2
@@ -505,7 +512,7 @@ class _Outputs(torch.autograd.Function):
 
 
 def _needs_grad(ctx: Any, routes: bool) -> NeedsGrad:
-    """`routes`: the router is one of the inputs."""
+    """Which inputs need a gradient; `routes`: the router is one of the inputs."""
     x, router, *rest = ctx.needs_input_grad
     needs = NeedsGrad(x, *rest[:_NUM_WEIGHTS])
     return needs._replace(scores=x or router if routes else rest[_NUM_WEIGHTS + 2])
@@ -548,7 +555,7 @@ def is_fused(node: object) -> bool:
 def saved_memory(node: Any) -> dict[str, list[Memory | None]]:
     """Memory that a node of this function keeps, but for the weights, by the keys of `saved_bytes`."""
     *_, kept, of_caches = _split_saved(node.saved_tensors)
-    memory = node.saved.again(kept).memory()
+    memory = node.saved.with_saved(kept).memory()
     x, logits, columns, rows, scale, *of_gate_up = memory[-_NUM_SAVED:-_NUM_FORMS]  # gate and up, scales, adapter
     return {
         "input": [x],

@@ -171,8 +171,8 @@ class CollectiveRowExchange(NamedTuple):
         rows = self.to_experts(tokens, scaling_mode)
         return lambda: rows
 
-    def to_tokens(self, rows: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
-        return self.start_to_tokens(rows, scaling_mode, earlier)(added)
+    def to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Tensor:
+        return self.start_to_tokens(rows, scaling_mode, earlier)(None)
 
     def start_to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Callable[[Tensor | None], Tensor]:
         """Exchanges at once: this transport does not overlap with a GEMM, and the sums take less memory than their terms."""

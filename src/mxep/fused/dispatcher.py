@@ -112,11 +112,11 @@ class RowExchange(Protocol):
         """`to_tokens`, asynchronous if the transport allows: sends now; the returned function waits for the sums.
 
         Returns:
-            a function of `added` (T, D) or None, to be called once.
+            a function to be called once, with the last term (T, D) of the sums, or None for no such term.
         """
 
-    def to_tokens(self, rows: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
-        """Expert rows (P, D) -> sums per token (T, D), with `added` (T, D) as last term; sent in MX with a scaling mode.
+    def to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Tensor:
+        """Expert rows (P, D) -> sums per token (T, D); sent in MX with a scaling mode.
 
         `earlier`: partial sums of earlier chunks; then `rows` has the rows of the last chunk only.
         """

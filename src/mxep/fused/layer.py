@@ -44,7 +44,7 @@ from mxep.moe.config import MoEConfig, RouterDtype, ScoreFunction, check_activat
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.layer import MoE
-from mxep.moe.router import Router, check_router, is_watched
+from mxep.moe.router import Router, check_router, is_patched
 from mxep.mx.rows import unflatten_rows
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.placements import to_local
@@ -265,7 +265,7 @@ class FusedMoE(MoE):
             got = f"{type(moe).__name__} with {type(moe.router).__name__} and {type(moe.experts).__name__}"
             raise ValueError(f"FusedMoE.of: {got}, want mxep.moe's own, neither subclassed nor wrapped; fuse before FSDP wraps them")
         for part, _ in parts:
-            if is_watched(part):  # type: ignore[arg-type]  # no None any more
+            if is_patched(part):  # type: ignore[arg-type]  # no None any more
                 raise ValueError(
                     f"FusedMoE.of: {type(moe).__name__}, whose {type(part).__name__} has hooks or a forward of its own (one that "
                     "recomputes or is compiled), which would be lost, want none yet; fuse before they are put there"
@@ -293,7 +293,7 @@ class FusedMoE(MoE):
         return fused.train(moe.training)
 
     def _routed_experts(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As that of `MoE`, in one autograd function. Raises ValueError as `check_router` does."""
+        """`MoE._routed_experts` as one autograd function. Raises ValueError as `check_router` does."""
         routed = self.experts(self.router.hold_gate(tokens), self)
         if isinstance(self.router, FSDPModule):  # another backward, or a forward without gradients, may have freed what backward reads
             for result in routed:

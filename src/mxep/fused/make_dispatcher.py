@@ -51,7 +51,7 @@ def make_dispatcher(
     Raises:
         ValueError: E is not a multiple of W; on every rank: ranks whose `DispatchSpec.numbers` differ.
     """
-    ep_degree(group_name, spec.experts, tokens.device)
+    ep_degree(group_name, spec.experts, tokens.device)  # raises ValueError unless W divides E
     name = transport_of(group_name, tokens.device).name if group_name else "collective"
     plan = PLANNERS.get(name, collective_dispatcher.plan)
     return plan(spec, experts, scores, tokens, scaling_mode, group_name, saved_dtype(spec.experts) if saves else None)

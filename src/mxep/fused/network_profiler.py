@@ -39,7 +39,7 @@ WAYS = ("to_experts", "to_tokens", "to_tokens_backward")
 
 
 class ExchangeTime(NamedTuple):
-    """One way of one mode.
+    """The time of one way of one mode.
 
     Attributes:
         mode: see `mxep.fused.dispatcher`.  precision: "mxfp8" or "hp".
@@ -55,7 +55,7 @@ class ExchangeTime(NamedTuple):
 
     @property
     def gb_per_s(self) -> float:
-        """Per rank and direction."""
+        """10^9 bytes per second that each rank sends."""
         return self.wire_bytes / self.ms / 1e6
 
 
@@ -171,19 +171,20 @@ class NetworkProfiler:
         return self.found.config
 
     def _times(self, mode: str, precision: str, exchange: RowExchange, tokens: Tensor, rows: Tensor) -> Iterator[ExchangeTime]:
-        """Of one mode in one precision: tokens (T, D), expert rows (P, D)."""
-        rule = self.recipe.scaling_mode.value if precision == "mxfp8" else ""
+        """The times of one mode in one precision, for tokens (T, D) and expert rows (P, D)."""
+        scaling_mode = self.recipe.scaling_mode.value if precision == "mxfp8" else ""
         runs: tuple[Callable[[], object], ...] = (
-            partial(exchange.to_experts, tokens, rule),
-            partial(exchange.to_tokens, rows, rule),
-            lambda: exchange.start_to_tokens(rows, rule)(None),
+            partial(exchange.to_experts, tokens, scaling_mode),
+            partial(exchange.to_tokens, rows, scaling_mode),
+            lambda: exchange.start_to_tokens(rows, scaling_mode)(None),
         )
-        row_bytes = record_bytes(self.D) if rule else self.D * self.dtype.itemsize
+        row_bytes = record_bytes(self.D) if scaling_mode else self.D * self.dtype.itemsize
         for way, run in zip(WAYS, runs, strict=True):
             sent = exchange.rows_off_rank(way.removesuffix("_backward")) * row_bytes
             yield ExchangeTime(mode, way, precision, self._ms(run), self._over_ranks(sent, dist.ReduceOp.SUM) / self.world)
 
     def _decide(self, times: list[ExchangeTime]) -> NetworkProfile:
+        """The profile with the fastest mode of dispatch and of combine, in the precisions of `config`."""
         recipe, config = self.config.apply_to(self.recipe), self.config
         ms = {(time.mode, time.way, time.precision): time.ms for time in times}
         dispatch = {
@@ -212,6 +213,7 @@ class NetworkProfiler:
         return region * (self.world - 1) / self._ms(run) / 1e6, what
 
     def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
+        """A number of each rank, reduced over the ranks."""
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         if self._group is not None:
             dist.all_reduce(tensor, op, group=self._group)
@@ -225,6 +227,7 @@ class NetworkProfiler:
         return statistics.median(samples)
 
     def _one_ms(self, run: Callable[[], object]) -> float:
+        """This rank's milliseconds of one run, which begins after an all-reduce."""
         if self._group is not None:
             dist.all_reduce(torch.zeros((), device=self.device), group=self._group)
         if self.device.type != "cuda":

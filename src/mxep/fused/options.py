@@ -71,7 +71,7 @@ class FusedOptions(NamedTuple):
 
 
 def resolve_runtime(where: str, config: RuntimeEPConfig | None, name: str = "config") -> RuntimeEPConfig:
-    """The one given as the argument `name`, or the default. Raises ValueError for anything else."""
+    """The configuration given as the argument `name`, or the default. Raises ValueError for anything else."""
     if config is not None and not isinstance(config, RuntimeEPConfig):
         raise ValueError(f"{where}: {name} is a {type(config).__name__}, want a RuntimeEPConfig or None; RuntimeEPConfig(**options)")
     return config or _DEFAULT_RUNTIME

@@ -87,7 +87,7 @@ class RuntimeEPConfig:
 
     @property
     def number(self) -> int:
-        """A number, another one for every other configuration."""
+        """A number that no other configuration has; ranks compare it."""
         chosen = ((DispatchMode, self.dispatch), (CombineMode, self.combine), (KeepFirst, self.keep_first_product))
         precisions = self.combine_forward == "mxfp8", self.dispatch_backward == "mxfp8"
         switches = self.redispatch_x_in_backward, self.cpu_sync_on_runtime, self.keep_dgrad_weights

@@ -178,8 +178,8 @@ class SymmetricRowExchange(NamedTuple):
         rows = torch.ops.mxep.quantize_packed(tokens, scaling_mode) if scaling_mode else tokens.contiguous()
         return self._copy(_TO_EXPERTS, tokens, scaling_mode, [rows] * self.transport.world)
 
-    def to_tokens(self, rows: Tensor, scaling_mode: str, added: Tensor | None = None, earlier: PartialSums | None = None) -> Tensor:
-        return self._write_to_tokens(rows, scaling_mode, earlier)(added)
+    def to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None = None) -> Tensor:
+        return self._write_to_tokens(rows, scaling_mode, earlier)()
 
     def _write_to_tokens(self, rows: Tensor, scaling_mode: str, earlier: PartialSums | None) -> _Started:
         """`start_to_tokens` by a kernel."""
@@ -258,7 +258,7 @@ def _pitch(rows: Tensor, scaling_mode: str) -> int:
 
 
 def _earlier_sums(earlier: PartialSums | None) -> tuple[Tensor | None, ...]:
-    """What `p2p_reduce_rows` takes of sums of earlier chunks."""
+    """The arguments of `p2p_reduce_rows` for sums of earlier chunks."""
     return () if earlier is None else (earlier.chunk, earlier.sums, earlier.carry)
 
 

@@ -3,9 +3,9 @@
 It takes input and weight as the layer has them, so autograd records one node and no views, and it checks them once for every combination of
 shapes, dtypes and devices: for narrow layers the host's time is most of a call.
 
-Low-rank adapters are part of the function.  The layer's GEMMs add their second products where they can (`adds_lora`), else GEMMs of their
-own add to the layer's result and to its gradient; these also scale, and sum gradients of factors in float32.  If they add no adapter, they
-add the bias in the same way.
+Low-rank adapters are part of the function.  A GEMM of the layer that `adds_lora` adds an adapter's second product to its sums, and without
+an adapter it adds the bias in the same way.  Other adapters are added by GEMMs of their own, to the layer's result and to its gradient.
+The scaling is part of an adapter's GEMMs.  Gradients of factors are summed in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mxep.grouped_mm.function import MXInputRequiresHPWgradError, gradients, mul
 from mxep.grouped_mm.products import GemmOptions, adds_lora, gemm_options
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import unflatten_rows
-from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.tensor import MXTensor, dequantize_data, reject_graph_output
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.recipe import Recipe
@@ -197,7 +197,7 @@ def dense_mm(
         bias: (N,) or None.
         recipe: precision and GEMM path.
         kept: the weight's entry in a `WeightCache`; None quantises it in every call.
-        lora: an adapter beside the weight.
+        lora: an adapter of the weight.
 
     Returns:
         (..., N) in x's dtype.
@@ -211,7 +211,7 @@ def dense_mm(
         x = x.dequantize()
     in_mx = isinstance(x, MXTensor)
     if in_mx:
-        reject_border(x, _WHERE)
+        reject_graph_output(x, _WHERE)
     options = _checked_options if torch.compiler.is_compiling() else _kept_options
     pads = recipe.wgrad == "mxfp8" and x.shape[:-1].numel() % MX_BLOCK != 0  # 32x1 blocks
     of_x, of_w = (x.shape[-1:], x.dtype, x.device), (w.shape, w.dtype, w.device)

@@ -35,7 +35,7 @@ from mxep.grouped_mm.products import (
 from mxep.grouped_mm.wgrad_gemm import add_wgrad, wgrad_gemm
 from mxep.mx.compile import in_graph
 from mxep.mx.rows import scatter
-from mxep.mx.tensor import MXTensor, dequantize_data, reject_border
+from mxep.mx.tensor import MXTensor, dequantize_data, reject_graph_output
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.runtime.for_backward import ForBackward
@@ -70,7 +70,7 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _of_groups(w: torch.Tensor) -> torch.Tensor:
-    """w as (G, N, K); a dense layer's (N, K) is of one group. A frozen one goes past the dispatcher, which costs the host a launch."""
+    """w as (G, N, K); a dense layer's (N, K) is one group. A frozen weight bypasses torch's dispatcher, which costs as much as a launch."""
     if w.dim() == 3:
         return w
     return w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
@@ -151,7 +151,7 @@ def gradients(
     `lora`: as in `multiply_rows`.
     """
     *kept, dgrad_data, dgrad_scale, w = saved
-    form, made = (dgrad_data, dgrad_scale), ctx.saved.again(kept)
+    form, made = (dgrad_data, dgrad_scale), ctx.saved.with_saved(kept)
     d_gemm = ctx.gemm if ctx.gemm is None or ctx.gemm.out_dtype == ctx.a_like[1] else ctx.gemm.with_out_dtype(ctx.a_like[1])
     if needs_a and form[0] is None and not made.has(_DGRAD) and ctx.kept is not None and d_gemm is not None:
         form = Weights(_of_groups(w), None, d_gemm, ctx.kept, dtype=ctx.weight_dtype, dgrad=form).cached("dgrad")
@@ -259,20 +259,20 @@ def check_operands(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor | None
         raise ValueError(f"{_WHERE}: A is an MXWeight, want rows, plain or an MXTensor; dequantise it")
     if out_dtype not in HIGH_PRECISION:
         raise ValueError(f"{_WHERE}: out_dtype={out_dtype}, want bfloat16 or float32")
-    return check_offsets(_WHERE, offs, b_t.shape[0], a)
+    return _check_offsets(offs, b_t.shape[0], a)
 
 
-def check_offsets(where: str, offs: torch.Tensor | None, num_groups: int, a: torch.Tensor) -> torch.Tensor:
+def _check_offsets(offs: torch.Tensor | None, num_groups: int, a: torch.Tensor) -> torch.Tensor:
     """END offsets as int32 (G,). Raises ValueError for a wrong shape or dtype; in checking mode also for wrong values (host sync)."""
     if not isinstance(offs, torch.Tensor) or offs.dtype not in (torch.int32, torch.int64) or tuple(offs.shape) != (num_groups,):
         got = f"{tuple(offs.shape)} {offs.dtype}" if isinstance(offs, torch.Tensor) else "None" if offs is None else type(offs).__name__
-        raise ValueError(f"{where}: offs is {got}, want ({num_groups},) int32 or int64, the END row of every group on A's device")
-    check_tensors(where, a.device, offs=offs)
+        raise ValueError(f"{_WHERE}: offs is {got}, want ({num_groups},) int32 or int64, the END row of every group on A's device")
+    check_tensors(_WHERE, a.device, offs=offs)
     if values_checked(offs):
         ends = offs.tolist()  # host sync: only in checking mode
         if any(end < start for start, end in zip([0, *ends], ends, strict=False)) or (ends and ends[-1] > a.shape[0]):
             raise ValueError(
-                f"{where}: offs={ends}, want END rows that do not decrease, from 0 to at most M = {a.shape[0]}; use cumsum of the counts"
+                f"{_WHERE}: offs={ends}, want END rows that do not decrease, from 0 to at most M = {a.shape[0]}; use cumsum of the counts"
             )
     return offs.int()
 
@@ -352,7 +352,7 @@ def _checked_grouped_mm(
     kept: CachedWeight | None = None,
 ) -> torch.Tensor:
     """Check what belongs together, then multiply: without options in high precision, of a weight that is rounded to `weight_dtype`."""
-    reject_border(A, _WHERE)
+    reject_graph_output(A, _WHERE)
     offs = check_operands(A, B_t, offs, out_dtype)
     if bias is not None:
         check_tensors(_WHERE, A.device, bias=bias)
@@ -368,7 +368,7 @@ def _checked_grouped_mm(
     if options.wgrad == "mxfp8":
         _check_block_groups(offs, A.shape[0], options.pad_groups)
     if not (torch.is_grad_enabled() and B_t.requires_grad):
-        # Built anew, since under dynamo of torch 2.11 a _replace loses its fields.
+        # Not by _replace, which loses its fields under dynamo of torch 2.11.
         o = options
         options = GemmOptions(o.out_dtype, "none", o.mode, o.path, o.float32_path, o.rebased, o.pad_groups, o.weight_dtype)
     return _GroupedMM.apply(A, B_t.transpose(-2, -1), offs, bias, options, None, kept, main_grad)
@@ -388,14 +388,14 @@ def expert_mm(
     pad_groups: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One expert GEMM as a recipe wants it.
+    """One expert GEMM in the precision and on the GEMM path of a recipe.
 
     Args:
         x: (P, K), MX or plain.
         w: (L, N, K); also an MXWeight.
         offs: (L,) int32 or int64 END offsets.
         recipe: precision and GEMM path, or a preset's name.
-        kept: w's place in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
+        kept: w's entry in a `WeightCache`; None quantises w in every call. Not for use in a compiled graph.
         weight_dtype: to which w is rounded wherever it is read, None: not at all.  Backward keeps w and not its rounded copy.
         pad_groups: groups that are not whole MX blocks are padded inside, for a wgrad that wants these.
         bias: (N,), or (L, N) per group, bf16 or float32, rounded to x's dtype and added; None for none.
@@ -420,8 +420,9 @@ def expert_mm(
             raise ValueError(f"{_WHERE}: x {tuple(x.shape)} and w {tuple(w.shape)}, want (M, K) and (L, N, K)")
         if x.dtype not in HIGH_PRECISION or w.dtype not in HIGH_PRECISION:
             raise ValueError(f"{_WHERE}: x is {x.dtype}, w is {w.dtype}, want bfloat16 or float32; cast them first")
-        offs = check_offsets(_WHERE, offs, w.shape[0], x)
+        offs = _check_offsets(offs, w.shape[0], x)
         if bias is not None:
+            check_tensors(_WHERE, x.device, bias=bias)
             check_bias(_WHERE, bias, *w.shape[:2])
         return _GroupedMM.apply(x, w, offs, bias, None, weight_dtype)
     return recipe_grouped_mm(x, w.transpose(-2, -1), offs, bias, x.dtype, recipe, pad_groups, kept, weight_dtype=weight_dtype)

@@ -47,6 +47,7 @@ class GemmOptions(NamedTuple):
     weight_dtype: torch.dtype | None = None  # to which a weight is rounded wherever it is read, None: not at all
 
     def path_to(self, out_dtype: torch.dtype) -> str:
+        """The GEMM path of results in `out_dtype`."""
         return self.float32_path if out_dtype == torch.float32 else self.path
 
     def with_out_dtype(self, out_dtype: torch.dtype) -> GemmOptions:
@@ -199,14 +200,14 @@ def form_names(gemm: GemmOptions | None, dgrad: bool, wgrad: bool, values: bool 
 
 
 def dgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor | RebasedRows:
-    """What dgrad reads of these forms."""
+    """The one of these forms that dgrad reads."""
     form = forms.hp if gemm is None else forms.mx if gemm.rebased is None else forms.rebased
     assert form is not None
     return form
 
 
 def wgrad_form(forms: Forms, gemm: GemmOptions | None) -> Tensor:
-    """What `wgrad_gemm` reads of these forms."""
+    """The one of these forms that `wgrad_gemm` reads."""
     form = forms.mx if gemm is not None and gemm.wgrad == "mx" else forms.hp
     assert form is not None
     return form
@@ -310,7 +311,7 @@ class Weights:
         return weight
 
     def quantized(self, which: str) -> Bytes:
-        """What "forward", (L, N, K), or "dgrad", (L, K, N), reads: MX bytes, or the rebased form if it is kept."""
+        """The form that "forward", (L, N, K), or "dgrad", (L, K, N), reads: MX bytes, or the rebased form on paths that rebase."""
         gemm = self.gemm
         assert gemm is not None
         if which in self._forms:
@@ -337,11 +338,11 @@ class Weights:
         return self._cache is not None and checking(self._parts[0].device)
 
     def made(self, which: str) -> SavedForm:
-        """What `quantized` would return without any work, a pair of None for none."""
+        """The form if it has been made, else a pair of None."""
         return self._forms.get(which, (None, None))
 
     def cached(self, which: str) -> SavedForm:
-        """What `quantized` returns if it is made already or a cache keeps it, else a pair of None."""
+        """The form if it has been made or if a cache keeps it, else a pair of None."""
         return self.quantized(which) if self._cache is not None and which not in self._forms else self.made(which)
 
     def make_both(self) -> SavedForm:
@@ -419,7 +420,7 @@ LoraProduct = tuple[Tensor, Tensor]  # inner (P, r), what an adapter's first fac
 
 
 def adds_lora(gemm: GemmOptions | None, rank: int) -> bool:
-    """Whether the GEMMs of these options add an adapter of this rank to their sums, and no pass of its own has to."""
+    """Whether the GEMMs of these options add an adapter of this rank to their sums, without a separate pass."""
     if gemm is None or gemm.pad_groups:
         return False
     return GEMM_PATHS[gemm.path_to(gemm.out_dtype)].adds_lora and fuses_lora(rank, gemm.out_dtype)

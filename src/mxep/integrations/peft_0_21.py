@@ -2,7 +2,7 @@
 
 peft adds an adapter of stacked experts to the weight itself: a copy of all experts in each forward, and their whole gradient in backward.
 `register` gives a configuration layers that hand the two factors to `experts_implementation="mxep"`, which multiplies them with the rows
-next to the base's GEMMs.  Beside dense layers peft casts the rows to the adapter's float32, multiplies, scales, and adds; here GEMMs in the
+next to the base's GEMMs.  For dense layers peft casts the rows to the adapter's float32, multiplies, scales, and adds; here GEMMs in the
 rows' dtype add to the base's results, and no other pass reads or writes them.  Names of adapters, their files and every option are peft's.
 """
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.integrations.transformers_5 import computes, lora_factors, weight_names
-from mxep.moe.router import is_watched
+from mxep.moe.router import is_patched
 from mxep.mx.compile import in_graph
 from mxep.mx.weight import MXWeight
 from mxep.parallel.frozen_base import dequantize_weight
@@ -132,7 +132,7 @@ class LoraLinear(_MergesIntoPlain, lora.Linear):
 
     The layer and its adapters are one autograd function (`mxep.grouped_mm.dense.DenseLora`); several adapters are joined along the rank.
     Calls run as peft runs them while an active adapter is a variant (DoRA, aLoRA and the like), has a bias, or is sharded or wrapped by
-    itself, while the layer is sharded, while one of these has hooks or a forward of its own, with dropout beside several adapters, and with
+    itself, while the layer is sharded, while one of these has hooks or a forward of its own, with dropout and several adapters, and with
     arguments of peft's (`adapter_names`).
     """
 
@@ -141,7 +141,7 @@ class LoraLinear(_MergesIntoPlain, lora.Linear):
         names, base = [name for name in self.active_adapters if name in self.lora_A], self.base_layer
         dropouts = [self.lora_dropout[name] for name in names]
         drops = any(dropout.training and not isinstance(dropout, nn.Identity) for dropout in dropouts)
-        plain = _is_dense(base) and not is_watched(base) and all(map(self._is_plain, names)) and not (drops and len(names) > 1)
+        plain = _is_dense(base) and not is_patched(base) and all(map(self._is_plain, names)) and not (drops and len(names) > 1)
         if not names or not plain or args or kwargs or self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         kind = x.device.type
@@ -158,7 +158,7 @@ class LoraLinear(_MergesIntoPlain, lora.Linear):
 
     def _is_plain(self, name: str) -> bool:
         factors = self.lora_A[name], self.lora_B[name]
-        whole = all(type(factor) is nn.Linear and not is_watched(factor) and not isinstance(factor.weight, DTensor) for factor in factors)
+        whole = all(type(factor) is nn.Linear and not is_patched(factor) and not isinstance(factor.weight, DTensor) for factor in factors)
         return whole and name not in self.lora_variant and not self.lora_bias[name] and self.cast_input_dtype_enabled
 
 

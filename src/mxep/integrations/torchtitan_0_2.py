@@ -67,8 +67,8 @@ class MXEPConverter:
     """torchtitan's ModelConverter: grouped GEMMs of the named experts, and the exchange of their tokens, by a recipe.
 
     Raises:
-        ValueError: names that match no experts, an unknown recipe, options without a section `mxep`, and what would take the exchange
-            past mxep without a word: DeepEP, expert tensor parallelism; pipeline schedules that split backward.
+        ValueError: names that match no experts, an unknown recipe, options without a section `mxep`; DeepEP and expert tensor parallelism,
+            which would exchange tokens without mxep; pipeline schedules that split backward.
     """
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
@@ -101,7 +101,7 @@ class MXEPConverter:
                 model.get_submodule(name).register_forward_pre_hook(_check_exchange)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: weights are quantised where they are used."""
+        """Does nothing: weights are quantised where they are used."""
 
 
 def _check_schedule(schedule: str) -> None:
@@ -179,7 +179,7 @@ def _layer_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _check_exchange(module: nn.Module, inputs: tuple) -> None:
-    """Before the first hook that exchanges tokens: a model with a parallel style of its own must not do it in bf16 unnoticed."""
+    """Called before the first hook that exchanges tokens: a model with its own parallel style must not do it in bf16 unnoticed."""
     if not getattr(module, "_mxep_exchange", False):
         raise ValueError(
             f"{_WHERE}: {type(module).__name__} was not sharded by torchtitan's ExpertParallel, so its tokens "

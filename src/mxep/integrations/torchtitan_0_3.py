@@ -40,7 +40,7 @@ _WHERE = f"{__name__}.mxfp8_experts"
 
 
 class _ByRecipe(GroupedExperts):
-    """What torchtitan's classes of experts become: their grouped GEMMs in a recipe's precision; parameters and names are theirs."""
+    """The base of torchtitan's experts with grouped GEMMs in a recipe's precision; parameters and names are torchtitan's."""
 
     def __init__(self, config: Any) -> None:  # with a recipe's name
         super().__init__(config)
@@ -75,7 +75,7 @@ class MXFP8GroupedExperts(_ByRecipe):
 
 
 class MXFP8GptOssGroupedExperts(_ByRecipe, GptOssGroupedExperts):
-    """Those of gpt-oss: biases, gate and up in turns, clamped."""
+    """torchtitan's experts of gpt-oss: biases, gate and up interleaved and clamped."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssGroupedExperts.Config):
@@ -165,7 +165,7 @@ _EXPERTS = {GroupedExperts.Config: MXFP8GroupedExperts.Config, GptOssGroupedExpe
 
 @override(target=RoutedExperts.Config, exact=True, description="mxep: routed experts and their exchange in MXFP8")
 def mxfp8_experts(cfg: RoutedExperts.Config, *, recipe: str = DEFAULT_RECIPE, fused: bool = True) -> RoutedExperts.Config:
-    """The same experts by a recipe of mxep, for every MoE layer.
+    """The configuration of the same experts with a recipe of mxep, for every MoE layer.
 
     Args:
         recipe: precision of exchanges and products, by name.

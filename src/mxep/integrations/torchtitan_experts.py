@@ -41,7 +41,7 @@ class TopKRouting:
 
 
 def gpt_oss_experts(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, limit: float) -> tuple[ExpertWeights, SwiGLU]:
-    """Of torchtitan's experts for gpt-oss, whose code has all of SwiGLU's form but the limit as constants."""
+    """Weights and SwiGLU of torchtitan's experts for gpt-oss, whose code has alpha and offset as constants."""
     return ExpertWeights(w1, w2, None, b1, b2, layout="interleaved"), SwiGLU(limit, 1.702, 1.0)
 
 

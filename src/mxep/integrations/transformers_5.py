@@ -33,9 +33,10 @@ from mxep.grouped_mm.function import expert_mm
 from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.ffn import expert_ffn, runs_fused
 from mxep.ops.activation.functions import SwiGLU
-from mxep.parallel.conversion import converted_recipe, shown_names
+from mxep.parallel.conversion import converted_recipe
 from mxep.parallel.forwards import replaced_by
 from mxep.parallel.linears import MXLinear, convert_linears, switch_linears, why_linear_stays
+from mxep.parallel.module_names import shown_names
 from mxep.parallel.undo_conversion import unconvert
 from mxep.placements import redistribute, to_local
 from mxep.recipe import Recipe, resolve_recipe
@@ -130,7 +131,7 @@ def _fused_on_one_rank(
 
     `lora`: the tensors of an `ExpertLora`.  `recipe`: the fields of a `Recipe`.  `how`: those of an `ExpertActivation`, with the numbers of
     its SwiGLU last.
-    A graph goes by the arguments alone: what else is read in here is as it was when it was traced.
+    A graph depends on the arguments alone: everything else that is read in here keeps its value from tracing.
     """
     (activation, layout, *form), alone = how, _on_one_rank(*map(_without_symbol, recipe))
     options: dict[str, Any] = {"activation": activation, "layout": layout, "swiglu": SwiGLU(*map(_without_symbol, form))}
@@ -179,7 +180,7 @@ class ExpertExchange(EPImplementation):
         return self._whole(y, hidden_states.shape[0]).to(hidden_states.dtype)
 
     def _through_blocks(self, tokens: Tensor, choices: Tensor, scores: Tensor) -> Tensor:
-        """The same of this rank's tokens, a row for each choice."""
+        """`__call__` for this rank's tokens, by the five blocks, with a row for each choice."""
         rows, order, counts = sort_tokens_by_expert(tokens, choices, self.num_experts)
         plan = ExchangePlan.from_counts(counts, self.ep_mesh.get_group())
         padded = permute(dispatch(rows, plan, self.recipe), plan, self.recipe)
@@ -213,7 +214,7 @@ def _row_dtype(experts: Module) -> torch.dtype:
 
 @functools.cache
 def _on_one_rank(*of_recipe: Any) -> Recipe:
-    """The same GEMMs as those of a recipe, of which these are the fields, without the rounding of an exchange: there is none."""
+    """A recipe with these fields, but without the rounding of an exchange: there is none on one rank."""
     recipe = Recipe(*of_recipe)
     return replace(recipe, name=f"{recipe.name}, on one rank", dispatch="hp", combine_backward="hp")
 
@@ -240,12 +241,12 @@ def lora_factors(experts: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def weight_names(experts: Module) -> tuple[str, str]:
-    """Of the gate and up GEMM and of the down GEMM."""
+    """The names of the weights of the gate and up GEMM and of the down GEMM."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def _lora(experts: Module, dtype: torch.dtype) -> ExpertLora:
-    factors = getattr(experts, _FACTORS, None) or {}  # a compiled graph sees when they come
+    factors = getattr(experts, _FACTORS, None) or {}  # a compiled graph notices when they are set
     pairs = (factors.get(name, (None, None)) for name in weight_names(experts))
     return ExpertLora(*(None if factor is None else factor.to(dtype) for pair in pairs for factor in pair))
 
@@ -365,7 +366,7 @@ def accelerate(
         >>> # model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
         >>> # print(transformers_5.accelerate(model, "mxfp8_wgrad_with_mx"))
     """
-    from transformers import PreTrainedModel  # not with this module: it brings every quantizer that transformers knows
+    from transformers import PreTrainedModel  # not with this module: it imports every quantizer of transformers
 
     where, chosen, of_head = f"{__name__}.accelerate", resolve_recipe(recipe), resolve_recipe(head_recipe)
     if not isinstance(model, PreTrainedModel):
@@ -404,7 +405,7 @@ def _is_converted(module: nn.Module) -> bool:
 
 
 def _undo_linears(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Without those that `mxep.unconvert` has restored already."""
+    """Restore linear layers, except for those that `mxep.unconvert` has restored already."""
     if left := [name for name in names if isinstance(model.get_submodule(name), MXLinear)]:
         unconvert(model, left)
 

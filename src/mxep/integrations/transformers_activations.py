@@ -89,7 +89,7 @@ def _names_in(function: Any) -> tuple[str, ...]:
 
 
 def _specialized(value: Any) -> Any:
-    """The same value, which a graph with dynamic sizes has as a symbol, as a constant for which that graph is made."""
+    """The value as a constant, for which the graph is then made; a graph with dynamic sizes may have it as a symbol."""
     return next(iter({value: None}))
 
 
@@ -105,8 +105,8 @@ def _find(apply_gate: Any, plain: tuple, others: tuple | None) -> ExpertActivati
     """The gate that has the values and gradients of this method of experts with such attributes; others: names of further ones that are no
     plain values, None: any name.
     """
-    # In a thread of its own nothing that is around this forward is around these operations: modes that count, fake or recompute them,
-    # hooks on what is saved, autocast, a default device.
+    # A thread of its own has nothing that may be active around this forward: modes that count, fake or recompute operations, hooks on
+    # saved tensors, autocast, a default device.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_compare, apply_gate, dict(plain), others).result()
 
@@ -149,7 +149,7 @@ def _compare(apply_gate: Any, plain: dict[str, Any], others: tuple[str, ...] | N
 
 
 def _forms(numbers: dict[str, float]) -> list[SwiGLU]:
-    """Those that such constants may stand for, and plain ones."""
+    """The forms that such constants may stand for, and plain ones."""
     forms = []
     for offset, constants in itertools.product(_OFFSETS, (numbers, {})):
         with contextlib.suppress(ValueError):  # a limit of 0, say, which is that of no form

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RMSNormForm(NamedTuple):
-    """What liger-kernel calls the two ways in which models' RMSNorms differ."""
+    """The two ways in which models' RMSNorms differ, by liger-kernel's names."""
 
     casting_mode: str  # "llama" rounds to the input's dtype before it multiplies by the weight, "gemma" after
     offset: float  # added to the weight
@@ -45,7 +45,7 @@ def _epsilon(norm: nn.Module) -> float | None:
 
 
 def rms_norm_form(norm: nn.Module) -> RMSNormForm | None:
-    """How a module computes an RMSNorm, found by running its class's forward on bf16 values on a CPU; None: in no way of liger-kernel's.
+    """How a module computes an RMSNorm, found by running its class's forward on bf16 values on a CPU; None if liger-kernel cannot.
 
     Modules whose class is called ...RMSNorm, with one weight (D,) and a forward of hidden states alone, are tried.
     """
@@ -90,12 +90,12 @@ def convert_norm(norm: nn.Module, form: RMSNormForm) -> Callable[[], None]:
 
 
 def norm_kernel(norm: Any, form: RMSNormForm) -> str:
-    """Whose kernel computes a module of that form: "torch" for wide rows, where it is faster and rounds once, else "liger-kernel"."""
+    """The library whose kernel computes such a norm: "torch" for wide rows, where it is faster and rounds once, else "liger-kernel"."""
     return "torch" if norm.weight.numel() >= _WIDE and form.offset == 0.0 else "liger-kernel"
 
 
 def _norm_forward(norm: Any, form: RMSNormForm, hidden_states: Tensor) -> Tensor:
-    """In a compiled graph, which fuses it, and where a dtype is another than the weight's, the class's own forward runs."""
+    """The norm by a fused kernel. The class's own forward runs in a compiled graph, which fuses it, and for dtypes that differ."""
     if torch.compiler.is_compiling() or not hidden_states.is_cuda or hidden_states.dtype != norm.weight.dtype:
         return type(norm).forward(norm, hidden_states)
     if norm_kernel(norm, form) == "torch":
@@ -148,10 +148,11 @@ def convert_rotary(attention: nn.Module) -> Callable[[], None]:
 
 
 def _attention_forward(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward runs where somebody may keep what the kernel would write over, and in a compiled graph, which fuses it.
+    """The attention with liger-kernel's rotation, which overwrites queries and keys.
 
-    Those are hooks on the modules inside, which get the projections, and dispatch modes: selective checkpointing keeps projections, and its
-    second forward would rotate them again.
+    The class's own forward runs in a compiled graph, which fuses it, and where something may keep what the kernel would overwrite: hooks on
+    the modules inside, which get the projections, and dispatch modes.  Selective checkpointing keeps projections, and its second forward
+    would rotate them again.
     """
     kind: Any = type(attention)
     own = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _has_hooks(attention)

@@ -1,8 +1,8 @@
 """The projection to the vocabulary and the loss of a causal language model of transformers, one chunk of tokens at a time.
 
-A model's forward projects the hidden states of all tokens to logits, and hands these to its loss function.  After `convert_loss`, while the
-model trains and is given labels, its projection (`lm_head`) returns the loss, and its loss function hands that on; the output has no
-logits.  All other calls run as before: without labels (generation), in eval mode, with `logits_to_keep`.
+A model's forward projects the hidden states of all tokens to logits, and passes these to its loss function.  After `convert_loss`, while
+the model trains and gets labels, its projection (`lm_head`) returns the loss, and its loss function returns what it gets; the output has
+no logits.  All other calls run as before: without labels (generation), in eval mode, with `logits_to_keep`.
 
     forward(labels)   notes the labels, each the next token, where `lm_head` finds them
     lm_head(hidden)   (B, S, D) -> () their loss by `mxep.linear_cross_entropy`; FSDP has gathered its weight here
@@ -38,7 +38,7 @@ class _Targets(NamedTuple):
 
 
 class LossState:
-    """What the three parts of one model share while its forward runs; empty between two calls."""
+    """State that the three replaced functions of a model share while its forward runs; empty between calls."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

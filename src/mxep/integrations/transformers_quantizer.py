@@ -28,8 +28,8 @@ from mxep.models.huggingface_files import holds_nan
 from mxep.mx.mxfp4 import mxfp4_to_mxfp8
 from mxep.mx.tensor import MXTensor
 from mxep.mx.weight import KeptForms, MXWeight
-from mxep.parallel.conversion import shown_names
 from mxep.parallel.frozen_base import base_weights, chosen_weights, freeze_weight, stored_transposed
+from mxep.parallel.module_names import shown_names
 from mxep.placements import to_local
 
 _METHOD = "mxep"
@@ -103,7 +103,7 @@ def config_without_mxfp4(folder: str | os.PathLike[str], **options: Any) -> PreT
 
 @register_quantizer(_METHOD)
 class MXFP8Quantizer(HfQuantizer):
-    """What transformers asks while it loads, trains and saves a model with `MXFP8Config`."""
+    """The quantizer that transformers calls while it loads, trains and saves a model with `MXFP8Config`."""
 
     quantization_config: MXFP8Config
     is_trainable = True  # adapters
@@ -148,14 +148,14 @@ class MXFP8Quantizer(HfQuantizer):
         return {"deserialize": _Deserialize}
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """What two tensors of a file become one parameter: MX bytes, or of files that are no such, MXFP4 of experts."""
+        """Conversions of two tensors of a file into one parameter: of MX bytes, or in other files of MXFP4 of experts."""
         if self.pre_quantized:
             found: list[WeightConverter] = super().get_weight_conversions()
             return found
         return [WeightConverter([f"{name}_{end}" for end in _FromMXFP4.ends], name, [_FromMXFP4(self)]) for name in sorted(self._stacked)]
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
-        """As transformers', but config.json of a model saved in bf16 names no quantisation, and saving undoes no conversion of ours."""
+        """The base class's, but config.json of a model saved in bf16 names no quantisation, and saving undoes no conversion of ours."""
         made = super().postprocess_model(model, **kwargs)
         for used in list(getattr(model, "_weight_conversions", ())):
             if any(isinstance(operation, _FromBytes) for operation in getattr(used, "operations", ())):
@@ -170,7 +170,7 @@ class MXFP8Quantizer(HfQuantizer):
         return made
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What `save_pretrained` writes; in bf16 the host's memory has all of it at once."""
+        """The tensors that `save_pretrained` writes; in bf16 all of them are in the host's memory at once."""
         as_mx, state = self.quantization_config.save_as == "mxfp8", dict[str, Tensor]()
         for name, value in model.state_dict().items():
             if not isinstance(value, MXWeight):
@@ -246,7 +246,7 @@ class _FromBytes(ConversionOps):
 
 
 class _Deserialize(_FromBytes):
-    """Of MX bytes."""
+    """Reads MX bytes."""
 
     ends = ("qdata", "scale")
 
@@ -255,7 +255,7 @@ class _Deserialize(_FromBytes):
 
 
 class _FromMXFP4(_FromBytes):
-    """Of MXFP4, whose bytes transformers has cast to the model's dtype: bf16 has all integers up to 256."""
+    """Reads MXFP4, whose bytes transformers has cast to the model's dtype: bf16 represents all integers up to 256."""
 
     ends = ("blocks", "scales")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _WHERE = f"{__name__}.RecomputeBudget"
 _SHARE = 0.9  # of the GPU's memory, if no limit is given: the rest is for fragments and what others allocate
-_FIRST = 2  # layers kept beside the last one to find what a layer takes
+_FIRST = 2  # layers kept in addition to the last one to find what a layer takes
 
 
 class RecomputeBudget(TrainerCallback):
@@ -36,8 +36,8 @@ class RecomputeBudget(TrainerCallback):
         model: a model of transformers, or a wrapper such as peft's, on one GPU and trained by one process.  Its activation checkpointing is
             on before the first step ends (`model.activation_checkpointing_enable()`, or the Trainer's `activation_checkpointing=True`).
         gib: how much memory a step may allocate, in GiB; None: 90% of the GPU's.
-        measure: returns the bytes that are allocated after a step and the step's peak; None: of torch's allocator, whose peak starts anew
-            with each change of `kept`.
+        measure: returns the bytes that are allocated after a step and the step's peak; None: those of torch's allocator, whose peak is
+            reset at each change of `kept`.
 
     Attributes:
         kept: how many layers are kept now, the last ones of the model.

@@ -174,7 +174,7 @@ class ExpertOptions(NamedTuple):
 
     @property
     def granularity(self) -> str | None:
-        """With which the activation rebases the rows that a GEMM reads next, None where it reads other forms."""
+        """The granularity with which the activation rebases rows for the next GEMM; None where that GEMM reads other forms."""
         return None if self.gemm is None else self.gemm.rebased
 
 
@@ -196,12 +196,12 @@ class NeedsGrad(NamedTuple):
 
     @property
     def lora1(self) -> bool:
-        """Whether adapters of gate and up learn."""
+        """Whether adapters of gate and up need a gradient."""
         return self.lora_a1 or self.lora_b1
 
     @property
     def lora2(self) -> bool:
-        """Whether adapters of the down projection learn."""
+        """Whether adapters of the down projection need a gradient."""
         return self.lora_a2 or self.lora_b2
 
     @property
@@ -271,8 +271,13 @@ def _product(x: Tensor, factor: Tensor | None, rows: ExpertRows, options: Expert
 
 
 class GateUp(NamedTuple):
-    """Gate and up (P, 2H) as they are kept, MX or plain; what an adapter's b1 (L, 2H, r) multiplied, (P, r); and h (P, H) where the pass
-    that quantised gate and up made it, else None."""
+    """The result of `gate_up_gemm`.
+
+    Attributes:
+        gate_up: gate and up (P, 2H) as they are kept for backward, MX or plain; (P, H) without a gate.
+        xa: (P, r), the rows between the two factors of an adapter of w1; None without one.
+        h: (P, H) where the pass that quantised gate and up made it, else None.
+    """
 
     gate_up: Tensor
     xa: Tensor | None = None
@@ -371,7 +376,7 @@ def activation_gradients(
     needs: NeedsGrad,
     keep_as: str = "",
 ) -> ActivationGradients:
-    """From the output's gradient (R, D), in the form that the GEMMs read.
+    """The gradients around the activation, from the output's gradient (R, D) in the form that the GEMMs read.
 
     `first` None: computed again from the rows that `read_x` returns, with the `keep_as` of `gate_up_gemm`.
     """
@@ -409,9 +414,9 @@ def rows_gradient(
 def activate_backward(
     dh: Tensor, gate_up: Tensor, rows: ExpertRows, options: ExpertOptions, forms: tuple[str, str], *, bias: bool
 ) -> ActivationGradients:
-    """From the gradient (P, H) of h times its score; `forms` of the gradient of gate and up and of h, as `form_names` gives them.
+    """The activation's backward, from the gradient (P, H) of h times its score. A `gate_up` in MX is dequantised.
 
-    A `gate_up` in MX is dequantised.
+    `forms`: those of the gradient of gate and up, and of h, as `form_names` returns them.
     """
     activation, arguments = options.activation, _activation_arguments(rows, options)
     data, scale = (gate_up.qdata, gate_up.scale) if isinstance(gate_up, MXTensor) else (gate_up, None)

@@ -43,7 +43,7 @@ from mxep.moe.expert_mlp import (
     weight_gradients,
 )
 from mxep.mx.compile import in_graph
-from mxep.mx.tensor import MXTensor, reject_border
+from mxep.mx.tensor import MXTensor, reject_graph_output
 from mxep.ops.activation.functions import ActivationName, SwiGLU, is_gated
 from mxep.ops.activation.reference import LAYOUTS
 from mxep.recipe import Recipe
@@ -173,7 +173,7 @@ def expert_ffn(
     check_activation(_WHERE, activation, swiglu)
     _check_weights(weights, is_gated(activation))
     check_lora(_WHERE, x, weights)
-    reject_border(x, _WHERE)
+    reject_graph_output(x, _WHERE)
     offs = check_operands(x, weights.w1.transpose(-2, -1), offs, x.dtype)
     gemm = None
     if not recipe.multiplies_in_hp(x.shape[0], weights.w1.shape[0]):

@@ -207,7 +207,7 @@ class MoE(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """With `assign=True` bias and load would have the dtype of the state dict, and the load would stay on the meta device."""
+        """Keeps bias and load in float32, and no load on the meta device: with `assign=True` they would have the state dict's dtype."""
         super()._load_from_state_dict(*args, **kwargs)
         if self.tokens_per_expert.is_meta and not self.expert_bias.is_meta:
             self.tokens_per_expert = torch.zeros_like(self.expert_bias)  # no state_dict has it
@@ -215,7 +215,7 @@ class MoE(nn.Module):
             setattr(self, name, getattr(self, name).float())
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: without the last router loss, which is part of an autograd graph. Raises ValueError if there is a group."""
+        """The state to pickle, without the last router loss, which is part of a graph. Raises ValueError if there is a group."""
         if self.group is not None:
             raise ValueError(
                 f"{type(self).__name__}: a layer that exchanges in a process group cannot be pickled, want its state_dict; "

@@ -1,4 +1,4 @@
-"""Stop 1, route: which C experts each token goes to, and with which weight.
+"""The router: which C experts each token goes to, and with which weight.
 
     before  tokens (T, D), bf16 or float32
     after   scores (T, C) float32, experts (T, C) int64, counts (E,) int64; ep/token_sort.py sorts rows by expert next
@@ -35,8 +35,8 @@ from mxep.ops.routing.router_reference import bf16_parts
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks or a forward of its own, which code that only reads its parameters would not run."""
+def is_patched(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward in the place of its class's. Code that only reads the parameters would run neither."""
     own = vars(module)
     return "forward" in own or any(own[hooks] for hooks in _HOOKS)
 
@@ -126,7 +126,7 @@ def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager:
-    """Autocast, where it is on, would round the operands of a product to bf16."""
+    """A context without autocast, which would round the operands of a product to bf16."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -143,7 +143,7 @@ class RouterProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
-        """(T, E) float32 -> those of tokens and weight in their dtypes."""
+        """The gradient (T, E) float32 -> gradients of tokens and weight in their dtypes."""
         (tokens, weight), (needs_tokens, needs_weight) = ctx.saved_tensors, ctx.needs_input_grad
         return logits_backward(d_logits, tokens if needs_weight else None, weight, "fp32", tokens.dtype, needs_tokens)
 
@@ -244,7 +244,7 @@ class Router(nn.Module):
 
     def _logits(self, tokens: Tensor) -> Tensor:
         gate, router_dtype = self.gate, self.config.router_dtype
-        if type(gate) is nn.Linear and gate.bias is None and not is_watched(gate):
+        if type(gate) is nn.Linear and gate.bias is None and not is_patched(gate):
             check_tensors("Router", tokens.device, **{"gate.weight": gate.weight})
             if router_dtype == "bf16":
                 return logits_of(tokens, gate.weight, router_dtype)
@@ -266,7 +266,7 @@ def check_router(where: str, router: nn.Module) -> None:
                 f"{where}: {name} is a {type(part).__name__} with a forward of its own, which this layer would not run, want a "
                 "torch.nn.Linear as the gate of a mxep.moe.Router; leave both out of what wraps or adapts layers, or use MoE"
             )
-        if is_watched(part) and not (part is router and isinstance(router, FSDPModule)):  # whose hooks run in `hold_gate`
+        if is_patched(part) and not (part is router and isinstance(router, FSDPModule)):  # whose hooks run in `hold_gate`
             raise ValueError(f"{where}: {name} has hooks, which this layer would not run, want none; remove them, or use MoE")
     if gate.bias is not None:
         raise ValueError(f"{where}: router.gate has a bias, which this layer would not add, want none; use MoE, or fused_experts")

@@ -1,9 +1,9 @@
-"""The autograd functions of this package have a first derivative and no second one: asking for it is an error.
+"""The autograd functions of this package have a first derivative and no second one: asking for a second one is an error.
 
-Where the missing second derivative hides: with `create_graph=True` a backward of opaque operators returns gradients that no graph
-connects to the function's inputs.  `torch.autograd.once_differentiable` makes a second `.backward()` through them fail, but
-`torch.autograd.grad(first, x)` runs only the graph between `first` and x; nothing of that function does, so it would leave the
-function's part out in silence wherever x is reached another way (a residual, a router).
+With `create_graph=True`, a backward of opaque operators returns gradients that no graph connects to the function's inputs.
+`torch.autograd.once_differentiable` makes a second `.backward()` through them fail.  But `torch.autograd.grad(first, x)` runs only the
+graph between `first` and x, and the function is not in it.  Where x is also reached in another way (a residual, a router), the second
+derivative would lack the function's part without an error.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _problem(name: str) -> str:
 def first_order(function: _Function) -> _Function:
     """Class decorator for an autograd function without a second derivative.
 
-    In forward, an empty tensor notes the edges of the inputs that need a gradient, and holds none of their memory.  Under
-    `create_graph=True` the gradients that backward makes are functions of that tensor and of the gradients that came in, so every path
-    of a second derivative, to any of the inputs, ends in the error; a first derivative that nothing differentiates again is unchanged.
-    Forward-mode AD through backward, which the operators inside would drop, is an error at once.
+    In forward, an empty tensor is connected to the inputs that need a gradient, and holds none of their memory.  Under `create_graph=True`
+    the gradients that backward returns are functions of that tensor and of the incoming gradients.  So every path of a second derivative,
+    to any of the inputs, ends in the error.  A first derivative that nothing differentiates again is unchanged.  Forward-mode AD through
+    backward, which the operators inside would drop, is an error at once.
     """
     forward, backward, problem = function.forward, function.backward, _problem(function.__name__.lstrip("_"))
     message = problem.encode()
@@ -42,7 +42,7 @@ def first_order(function: _Function) -> _Function:
     def linked(ctx: Any, *args: Any) -> Any:
         sources = [*compress(args, ctx.needs_input_grad)]
         if sources:
-            torch._C._set_grad_enabled(True)  # torch has switched it off for forward; a context manager would be four calls more
+            torch._C._set_grad_enabled(True)  # torch has switched it off for forward; a context manager would take four more calls
             try:
                 ctx.first_order_inputs = torch._C._functions.DelayedError(message, 1 + len(sources))(torch.empty(0), *sources)[0]
             finally:

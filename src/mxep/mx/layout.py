@@ -37,11 +37,6 @@ def _check(where: str, scale: torch.Tensor, dims: int) -> None:
         raise ValueError(f"{where}: scale is {tuple(scale.shape)} {scale.dtype}, want {dims} dimensions of one-byte scales (e8m0 or uint8)")
 
 
-def _within_tile(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    row = row % TILE_ROWS
-    return (row % 32) * 16 + (row // 32) * 4 + column % TILE_COLUMNS
-
-
 def _scatter(scale: torch.Tensor, address: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     out = torch.zeros(shape[0] * shape[1], dtype=torch.uint8, device=scale.device)
     out[address.flatten()] = scale.contiguous().view(torch.uint8).flatten()
@@ -53,7 +48,9 @@ def _grid(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, 
 
 
 def _tile_address(row: torch.Tensor, column: torch.Tensor, padded_columns: int | torch.Tensor) -> torch.Tensor:
-    return (row // TILE_ROWS * (padded_columns // TILE_COLUMNS) + column // TILE_COLUMNS) * _TILE + _within_tile(row, column)
+    """The byte of a scale in the blocked matrix: tiles row by row, then the order inside of a tile."""
+    tile, row = row // TILE_ROWS * (padded_columns // TILE_COLUMNS) + column // TILE_COLUMNS, row % TILE_ROWS
+    return tile * _TILE + (row % 32) * 16 + (row // 32) * 4 + column % TILE_COLUMNS
 
 
 def to_blocked(scale: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ class MXTensor(torch.Tensor):
         return self
 
     def _wrote(self) -> None:
-        """After a write into the bytes."""
+        """Called after a write into the bytes."""
 
     def share_memory_(self) -> Self:
         """Moves both parts into shared memory, as `torch.Tensor.share_memory_` does."""
@@ -167,7 +167,7 @@ class MXTensor(torch.Tensor):
         Args:
             qdata: (..., D) float8_e4m3fn.
             scales: (..., D/32) float8_e8m0fnu (uint8 bytes are taken as such).
-            orig_dtype: bf16 or float32, the dtype to stand for.
+            orig_dtype: dtype of the values that the result represents, bf16 or float32.
             block_size: 32.
 
         Raises:
@@ -194,12 +194,12 @@ class MXTensor(torch.Tensor):
         return MXTensor(qdata, scales, orig_dtype)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """Pickled, and saved by torch.save, as bytes: pickle itself cannot read torch 2.11's e8m0. Strides stay."""
+        """Pickles both parts as bytes, since pickle cannot read torch 2.11's e8m0; torch.save calls this too. Strides stay."""
         parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8)
         return _rebuild, (*parts, self.orig_dtype, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
-        """Of a leaf, like any tensor's; strides and a storage that both parts share stay."""
+        """Copies a leaf, as any tensor; strides stay, and parts that share a storage share one in the copy."""
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
@@ -216,10 +216,12 @@ class MXTensor(torch.Tensor):
 
     @property
     def elem_dtype(self) -> torch.dtype:
+        """The dtype of qdata, float8_e4m3fn."""
         return self.qdata.dtype
 
     @property
     def block_size(self) -> int:
+        """32, the values that share a scale."""
         return MX_BLOCK
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -235,7 +237,7 @@ class MXTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; raises ValueError for an assignment of anything but MX bytes."""
+        """As `torch.Tensor.data`; raises ValueError for an assignment of anything but MX bytes."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -247,7 +249,7 @@ class MXTensor(torch.Tensor):
             setattr(self, name, getattr(value, name))
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        _reject_border(self, "torch.compile")  # while a graph is traced, too: it takes this tensor in
+        reject_graph_output(self, "torch.compile", while_tracing=True)
         return ["qdata", "scale"], {"orig_dtype": self.orig_dtype}
 
     @staticmethod
@@ -255,7 +257,7 @@ class MXTensor(torch.Tensor):
         return MXTensor(inner["qdata"], inner["scale"], meta["orig_dtype"])
 
     def __coerce_same_metadata_as_tangent__(self, metadata: Any, expected_type: type | None = None) -> torch.Tensor | None:
-        """A compiled backward that was traced for a plain gradient gets an MX one: hand it the values (same numbers, more bytes)."""
+        """The values, for a compiled backward that was traced for a plain gradient and gets an MX one: the same numbers in more bytes."""
         return dequantize_data(self) if expected_type is torch.Tensor else None
 
     @classmethod
@@ -273,7 +275,7 @@ class MXTensor(torch.Tensor):
             return _broadcast(func, args, kwargs)
         _reject_writes(func, args, kwargs)
         if func is aten._to_copy.default:
-            reject_border(args[0], "dequantize")
+            reject_graph_output(args[0], "dequantize")
             dtype = kwargs.get("dtype") or args[0].orig_dtype
             if dtype in (*HIGH_PRECISION, torch.float16):
                 return dequantize_data(args[0], dtype)
@@ -281,7 +283,7 @@ class MXTensor(torch.Tensor):
         def plain(value: Any) -> Any:
             if not isinstance(value, MXTensor):
                 return value
-            reject_border(value, str(func))
+            reject_graph_output(value, str(func))
             values = dequantize_data(value)
             return values if func in _TAKES_ANY_STRIDES else values.contiguous()
 
@@ -296,14 +298,14 @@ def _leaf(mx: MXTensor, requires_grad: bool, parameter: bool) -> MXTensor:
 
 
 def from_pickle(where: str, qdata: object, scale: object, orig_dtype: torch.dtype) -> MXTensor:
-    """From the bytes of both parts. Raises ValueError for parts that do not belong together: a file may hold anything."""
+    """An `MXTensor` from both parts' bytes. Raises ValueError for parts that do not belong together: a file may hold anything."""
     if not isinstance(qdata, torch.Tensor) or not isinstance(scale, torch.Tensor) or qdata.dtype != torch.uint8 or qdata.dim() < 1:
         raise ValueError(f"{where}: a pickle holds something else under its name, want the bytes of two tensors; save it again")
     return MXTensor.from_qdata_and_scales(qdata.view(torch.float8_e4m3fn), scale, orig_dtype)
 
 
 def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, requires_grad: bool, parameter: bool = False) -> MXTensor:
-    """What a pickle calls."""
+    """Makes the tensor when a pickle is read."""
     return _leaf(from_pickle("MXTensor", qdata, scale, orig_dtype), requires_grad, parameter)
 
 
@@ -327,17 +329,16 @@ def dequantize_data(value: torch.Tensor, dtype: torch.dtype | None = None) -> to
     return value if dtype is None else value.to(dtype)
 
 
-def reject_border(mx: torch.Tensor, where: str) -> None:
-    """Raise when an MX tensor has left a compiled graph and would need a gradient through that border.
+def reject_graph_output(mx: torch.Tensor, where: str, *, while_tracing: bool = False) -> None:
+    """Raise ValueError for an MX tensor that a compiled graph returned and that needs a gradient.
 
-    The graph's backward was compiled for an MX gradient, but what reads an MX activation sends back a plain one; torch would fail
-    in the middle of backward with a message about tangents.
+    The graph's backward was compiled for an MX gradient, but operators outside of the graph return a plain one.  Torch would fail in the
+    middle of backward with a message about tangents.
+
+    `while_tracing` False checks in eager code alone: the inputs of a graph are checked when they are flattened.
     """
-    if isinstance(mx, MXTensor) and not torch.compiler.is_compiling():  # a graph that takes one in was checked when it was flattened
-        _reject_border(mx, where)
-
-
-def _reject_border(mx: MXTensor, where: str) -> None:
+    if not isinstance(mx, MXTensor) or (torch.compiler.is_compiling() and not while_tracing):
+        return
     if mx.requires_grad and type(mx.grad_fn).__name__ == _COMPILED_NODE:
         raise ValueError(
             f"{where}: an MX tensor of shape {tuple(mx.shape)} left a compiled graph (a break after dispatch or permute) and its "
@@ -347,7 +348,7 @@ def _reject_border(mx: MXTensor, where: str) -> None:
 
 
 def _broadcast(func: Any, args: tuple, kwargs: dict) -> tuple[list[MXTensor], Any]:
-    """Of both parts; as DistributedDataParallel calls it for frozen weights that are larger than one of its buckets."""
+    """Broadcasts both parts. DistributedDataParallel calls it for frozen weights that are larger than one of its buckets."""
     tensors, *rest = args
     _, work = func([mx.qdata.view(torch.uint8) for mx in tensors], *rest, **kwargs)
     work.wait()

@@ -35,10 +35,10 @@ _ALONG = {
 
 
 class KeptForms:
-    """Other forms of a weight, which are kept from call to call.
+    """Quantised forms of a weight that are kept from call to call, such as the one that dgrad reads.
 
     Attributes:
-        forms: by key, this weight's count of writes and other weights' `KeptForms` and counts when the form was made, and the form.
+        forms: by key, a pair: this weight's count of writes when the form was made, with other weights' `KeptForms` and counts; the form.
         writes: how often the weight was written.
     """
 
@@ -55,7 +55,7 @@ class KeptForms:
         self._written[0] += 1
 
     def of_part(self) -> KeptForms:
-        """Those of a part, a view: a write to the part is one to the whole."""
+        """The `KeptForms` of a view of a part: a write to the part counts as one to the whole."""
         return KeptForms(self._written)
 
 
@@ -247,7 +247,7 @@ def _kept_in_mx(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
 
 
 def _viewed(weight: MXWeight, sizes: list[int]) -> MXWeight | None:
-    """The same rows of blocks in other leading dimensions; None where blocks would be cut. A transposed weight's last two stay."""
+    """A view with other leading dimensions; None where blocks would be cut. The last two dimensions of a transposed weight stay."""
     shape, stays = torch.empty(weight.shape, device="meta").view(sizes).shape, 2 if weight.transposed else 1
     if len(shape) < 2 or shape[-stays:] != weight.shape[-stays:]:
         return None
@@ -257,7 +257,7 @@ def _viewed(weight: MXWeight, sizes: list[int]) -> MXWeight | None:
 
 
 def _of_fsdp(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> MXWeight | None:
-    """What else FSDP2 does with a parameter: a shard with padding, the same flat, which nothing reads, and the gathered one as it is."""
+    """Results of FSDP2's other operators on a parameter: a shard with padding; the same, flat, which nothing reads; the gathered one."""
     qdata, scale = weight.qdata, weight.scale
     is_like = kwargs.get("dtype") in (None, weight.orig_dtype) and kwargs.get("device") in (None, weight.device)
     of_rows = func is aten.new_zeros.default and is_like and len(args[1]) == weight.dim()
@@ -272,7 +272,7 @@ def _of_fsdp(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> MXWeight
 
 
 def _along(func: Any, weight: MXWeight, args: tuple, kwargs: dict) -> Any:
-    """`_ALONG`'s operators over the leading dimensions, rows of blocks, or whole blocks; None where blocks would be cut."""
+    """Results of `_ALONG`'s operators along leading dimensions, rows of blocks, or whole blocks; None where blocks would be cut."""
     at = _ALONG[func]
     given = args[at] if len(args) > at else kwargs.get("dim", 0)
     dims = weight.dim() + (func is aten.unsqueeze.default)
@@ -327,7 +327,7 @@ def _write(weight: MXWeight, source: torch.Tensor) -> MXWeight:
 
 
 def _rebuild(qdata: object, scale: object, orig_dtype: torch.dtype, transposed: bool, keeps: bool, parameter: bool) -> MXWeight:
-    """What a pickle calls."""
+    """Makes the weight when a pickle is read."""
     mx = from_pickle(_WHERE, qdata, scale, orig_dtype)
     weight = MXWeight(mx.qdata, mx.scale, orig_dtype, bool(transposed), KeptForms() if keeps else None)
     return torch.nn.Parameter(weight, False) if parameter else weight  # type: ignore[return-value]

@@ -1,18 +1,19 @@
 """Weights quantised once per optimizer step instead of once per forward and backward.
 
-A weight itself cannot tell that its values are others: FSDP's gathered parameter keeps its object, its `_version` and its storage from step
-to step, and fused optimizers change values without a new version.  So there is no cache unless a trainer asks for one, and it empties
+A weight does not show that its values have changed: FSDP's gathered parameter keeps its object, its `_version` and its storage from step
+to step, and fused optimizers change values without a new version.  So a cache exists only if a trainer creates one.  It is emptied
 
 - after every step of every `torch.optim.Optimizer` of this process;
 - after a load_state_dict, if `mxep.parallel.cache_quantized_weights` created it;
 - when `WeightCache.advance` is called.
 
-A weight is quantised anew too where its versions or its storage say that it was edited or replaced.  In checking mode (always on a CPU)
+A weight is also quantised again if its versions or its storage show that it was edited or replaced.  In checking mode (always on a CPU)
 every use is compared with the weight.
 
-CUDA graphs: a capture keeps forms of its own, apart from those of eager calls.  The graph quantises a weight where it is used first, from
-the weight's own address, and later uses in the same graph read these bytes: a replay reads the values of then.  Eager forms have other
-addresses after every step, so a graph does not read them; kernels that a capture records do not run, so nothing else reads its forms.
+CUDA graphs: a capture has quantised forms of its own, apart from those of eager calls.  The graph quantises a weight at its first use, from
+the weight's own address, and later uses in the same graph read these bytes.  So a replay reads the values that the weight has then.  A
+graph does not read the forms of eager calls, whose addresses change after every step.  Eager calls do not read those of a graph, since the
+kernels that a capture records do not run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
 class _CachedForm(NamedTuple):
-    """One quantised form of a weight, and what the weight was then."""
+    """One quantised form of a weight, and facts about the weight when it was made."""
 
     form: Forms
     facts: tuple
@@ -54,7 +55,7 @@ class _CachedForm(NamedTuple):
 
 
 def _stream_handle(device: torch.device) -> int:
-    """Of the current stream; 0 on a CPU."""
+    """The current stream's handle; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
@@ -64,12 +65,12 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def storage_id(parameter: torch.Tensor) -> int:
-    """Which storage holds a parameter, or a DTensor's local tensor: the address of torch's own object for it, not of the values."""
+    """Identifies the storage of a parameter, or of a DTensor's local tensor: the address of torch's storage object, not of the values."""
     return _local(parameter).untyped_storage()._cdata
 
 
 def _edits(parameter: torch.Tensor) -> tuple[int, int, int]:
-    """What changes with an in-place edit of a parameter or with another storage: its version, its local tensor's, the storage.
+    """What an in-place edit or a new storage of a parameter changes: its version, its local tensor's version, its storage.
 
     FSDP's gathering changes none of them.
     """
@@ -79,13 +80,13 @@ def _edits(parameter: torch.Tensor) -> tuple[int, int, int]:
 def share_versions(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any]) -> None:
     """A hook of `state_dict()`: edits of the local tensors in a state dict, as `dcp.load` makes them, count as edits of the parameters'.
 
-    The detached DTensors of a state dict share memory with the parameters, and their local tensors no version.
+    The detached DTensors of a state dict share memory with the parameters, but their local tensors do not share versions.
     """
     for name, parameter in module.named_parameters(recurse=False):
         alias, local = state_dict.get(prefix + name), _local(parameter)
         if alias is None or local is parameter or _local(alias) is local:
             continue
-        if storage_id(alias) == storage_id(local):  # no copy, on a CPU say
+        if storage_id(alias) == storage_id(local):  # not a copy, as on a CPU
             alias._local_tensor = local.detach()
 
 
@@ -94,8 +95,8 @@ class WeightCache:
 
     Attributes:
         step: how often it was emptied.
-        fills: how many times a weight was quantised for keeping, since the cache exists.
-        captured: whether a CUDA graph has recorded a change of weights.  Its replays report nothing, so eager calls keep nothing then.
+        fills: how many quantised forms it has stored so far.
+        captured: whether a CUDA graph has recorded a change of weights.  Its replays report nothing, so eager calls store nothing then.
     """
 
     def __init__(self) -> None:
@@ -110,10 +111,10 @@ class WeightCache:
         _CACHES.add(self)
 
     def advance(self, *hook_arguments: Any) -> None:
-        """Forget everything. Call it after every change of weights that the cache does not notice (docs/training/parallelism.md).
+        """Empty the cache. Call it after every change of weights that the cache does not notice (docs/training/parallelism.md).
 
-        Takes and ignores what modules hand to their hooks.  While a stream captures, the change is one that replays will make again: from
-        then on eager calls keep nothing, and the cache says so.
+        Takes and ignores the arguments that modules pass to their hooks.  During a capture, replays will repeat the change: from then on
+        eager calls store nothing, and a warning says so.
         """
         self.step += 1
         self._kept.clear()
@@ -130,7 +131,7 @@ class WeightCache:
             )
 
     def serves(self) -> bool:
-        """Whether bytes may be read and kept now: by a capture its own, by eager calls unless a graph changes weights."""
+        """Whether forms may be read and stored now: in a capture, which has its own, and in eager calls unless a graph changes weights."""
         return not self.captured or is_capturing()
 
     def kept_on(self, device: torch.device) -> dict[tuple[CachedWeight, FormKey], _CachedForm]:
@@ -154,7 +155,7 @@ class KeepsQuantized(Protocol):
     """A module that has weights which MXFP8 GEMMs read."""
 
     def keep_quantized(self, cache: WeightCache | None) -> None:
-        """Quantise them once per step of `cache`, None: in every call."""
+        """Quantise the weights once per step of `cache`; None: in every call."""
 
 
 _CACHES: weakref.WeakSet[WeightCache] = weakref.WeakSet()
@@ -168,7 +169,7 @@ def _after_optimizer_step(*_: Any) -> None:
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """One hook for all caches of the process: it also notices optimizers that no call named, and those that copy weights of their own."""
+    """Register one hook for all caches of the process. It sees every optimizer, also those that update the weights through copies."""
     register_optimizer_step_post_hook(_after_optimizer_step)
 
 
@@ -178,9 +179,9 @@ class CachedWeight:
     A copy or a pickle of it is None: copied modules quantise their weights anew.
 
     Args:
-        cache: where the bytes are kept.
+        cache: where the bytes are stored.
         owner: the module that has the weight.
-        names: of the parameters there.  Edits are noticed on those that are there in use, and where FSDP gathers, on its shards too.
+        names: of its parameters.  Edits of the parameters in use are noticed, and under FSDP edits of their shards too.
 
     Attributes:
         parameters: by name; under FSDP the sharded ones, which optimizers step.
@@ -192,9 +193,9 @@ class CachedWeight:
         cache.weights.add(self)
 
     def find_parameters(self) -> list[torch.Tensor | None]:
-        """Look which parameters the module has now. FSDP's gathered ones, which have no mesh or a smaller one, are not taken.
+        """Update `parameters` from the module, without FSDP's gathered parameters, which have no mesh or a smaller one.
 
-        Returns those in use; None of one that a parametrization makes, since to ask for it would make it.
+        Returns the parameters in use; None for one that a parametrization makes, since reading it would make it.
         """
         used: list[torch.Tensor | None] = [self.owner._parameters.get(name) for name in self.parameters]
         for (name, known), now in zip(self.parameters.items(), used, strict=True):
@@ -203,10 +204,10 @@ class CachedWeight:
         return used
 
     def _facts(self, weights: tuple[torch.Tensor, ...]) -> tuple:
-        """What says that the weights are those of an earlier use, as far as they themselves can say it.
+        """Facts about the weights, which are equal as long as the weights show no change.
 
-        Storages and no addresses: another tensor instead of a parameter (functional_call, swap_tensors, a new Parameter) has another one,
-        while FSDP gathers into the same storage at changing addresses.
+        They have storages and not addresses: another tensor in a parameter's place (functional_call, swap_tensors, a new Parameter) has
+        another storage, while FSDP gathers into the same storage at changing addresses.
         """
         used = self.find_parameters()
         facts: list[tuple | None] = [(storage_id(w), w.storage_offset(), w.shape, w.stride(), w.dtype, w.device) for w in weights]
@@ -216,12 +217,12 @@ class CachedWeight:
         return tuple(facts)
 
     def find(self, weights: tuple[torch.Tensor, ...], key: FormKey, make: Callable[[], Forms]) -> Forms | None:
-        """The form of the weights under that key: kept, or from now on kept.
+        """The weights' form for a key, from the cache.  A form that is not there is made and stored.
 
         Args:
             weights: as they are used, in any layout; one, or the parts of one operand.
             key: distinguishes the forms in which the weights are used.
-            make: quantises the weights, for a form that is not kept yet.
+            make: quantises the weights.
 
         Returns:
             what `make` returns; None if the cache does not serve, and for a compiler's fake tensors.

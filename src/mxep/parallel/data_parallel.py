@@ -22,7 +22,7 @@ from mxep.moe.experts import Experts
 from mxep.moe.router import Router
 from mxep.parallel.meshes import Meshes
 
-_ROUND_WHAT_THEY_READ = (Experts, FusedExperts)  # by `compute_dtype`; subclasses may read other parameters
+_ROUND_THEIR_PARAMETERS = (Experts, FusedExperts)  # to `compute_dtype`, when they read them; subclasses may read other parameters
 
 
 def apply_fsdp(
@@ -38,11 +38,11 @@ def apply_fsdp(
     """FSDP2 with summed gradients: experts over `dp_mod_ep`, tensor shards over `dp_mod_tp`, everything else over `dp`, in place.
 
     Meshes of (replicate, shard) make it HSDP: sharded inside a replica, summed over all.  `mxep.moe.Experts` whose shards no other rank has
-    (a `dp_mod_ep` of one rank) stay out of it: nothing is to be gathered or summed, and FSDP would cast and copy them all the same.
+    (a `dp_mod_ep` of one rank) stay out of it: nothing has to be gathered or summed, and FSDP would cast and copy them nevertheless.
     They read their own parameters in `param_dtype` (`Experts.compute_dtype`).  With `accumulates`, bf16 experts that train are wrapped too:
     FSDP adds their gradients up in `reduce_dtype`, where autograd would add in bf16.  Each `mxep.moe.Router` whose product is in float32
     (`MoEConfig.router_dtype`) is a unit of its own that gathers its gate in float32 and casts none of its inputs; the block around it
-    prefetches it, and it stays gathered until backward has gone by.
+    prefetches it, and it stays gathered until the end of its backward.
 
     Args:
         model: experts already sharded by `parallelize_moe` or `MXFP8ExpertParallel`, linear layers by the styles of `parallel.tensor`.
@@ -77,7 +77,7 @@ def apply_fsdp(
         reshard = reshard_after_forward and module is not model
         fully_shard(module, mesh=mesh, **{"mp_policy": policy, "reshard_after_forward": reshard, **options})
         if mesh.size() > 1:  # of one rank there is nothing to divide, and torch would make a float32 copy of every gradient for it
-            first = module[0] if isinstance(module, list) else module  # it speaks for the others, which are gathered with it
+            first = module[0] if isinstance(module, list) else module  # the others are gathered with it
             assert isinstance(first, FSDPModule)
             first.set_gradient_divide_factor(1.0)
 
@@ -98,7 +98,7 @@ def apply_fsdp(
     _check_one_block_each(blocks, {parameter for module in apart for parameter in module.parameters()})
     left_out: set[nn.Parameter] = set()
     if meshes.dp_mod_ep.size() == 1:
-        for experts in [module for module in sharded if isinstance(module, Experts) and type(module) in _ROUND_WHAT_THEY_READ]:
+        for experts in [module for module in sharded if isinstance(module, Experts) and type(module) in _ROUND_THEIR_PARAMETERS]:
             if accumulates and any(p.requires_grad and p.dtype != torch.float32 for p in experts.parameters()):
                 continue
             experts.compute_dtype = param_dtype
@@ -124,7 +124,7 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other, and NCCL needs no scaling
     _count_steps()
-    for module in blocks:  # each of them, as somebody may call or evaluate a part of the model alone
+    for module in blocks:  # each of them, since a part of the model may be called or evaluated alone
         module.register_forward_pre_hook(_free_old_values, prepend=True)  # before those of FSDP, which gather
         module.register_forward_hook(functools.partial(_free_after_evaluation, whole=weakref.ref(model)))
     return model
@@ -158,8 +158,8 @@ def _check_groups(where: str, model: nn.Module, meshes: Meshes) -> None:
                 )
 
 
-_steps = [0]  # of all optimizers
-_freed_at: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # unit -> `_steps` then
+_steps = [0]  # number of steps of all optimizers
+_freed_at: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # FSDP unit -> `_steps` when it was freed
 
 
 def _count_step(*_: Any) -> None:
@@ -168,13 +168,13 @@ def _count_step(*_: Any) -> None:
 
 @functools.cache
 def _count_steps() -> None:
-    """One hook for all optimizers of the process."""
+    """Register one hook that counts the steps of all optimizers of the process."""
     register_optimizer_step_post_hook(_count_step)
 
 
 @torch.compiler.disable
 def _free_old_values(module: nn.Module, args: Any) -> None:
-    """A unit that a forward left gathered, and no backward freed, has the values of before an optimizer's step: it is gathered again."""
+    """Free units after an optimizer's step: one that a forward left gathered, and no backward freed, has the values of before the step."""
     if _freed_at.get(module, 0) == _steps[0]:
         return
     for unit in module.modules():
@@ -184,7 +184,7 @@ def _free_old_values(module: nn.Module, args: Any) -> None:
 
 
 def _free_after_evaluation(part: nn.Module, args: Any, output: Any, whole: weakref.ref[nn.Module]) -> None:
-    """Without gradients no backward follows that would free what its units keep gathered: the next forward would read old values."""
+    """Free units after a forward without gradients: no backward frees them, and the next forward would read old values."""
     if not torch.is_grad_enabled() and whole() not in _reshard_later:
         for unit in part.modules():
             if isinstance(unit, FSDPModule):
@@ -228,7 +228,7 @@ class _SummedGradients:
             self._nodes.append(node)
 
     def _before(self, parameter: nn.Parameter, _: tuple[torch.Tensor, ...]) -> None:
-        """A gradient is about to be added: of what has been summed each rank keeps its share of one in W."""
+        """Called before a gradient is added to `.grad`: divides what has been summed by W, since the next reduction sums it again."""
         if parameter in self._summed:
             self._summed.remove(parameter)
             if parameter.grad is not None:

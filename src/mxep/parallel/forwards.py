@@ -1,4 +1,4 @@
-"""Forwards of single modules, replaced so that torch.compile makes one graph for modules that are alike, and pickled with their modules."""
+"""Replaces forwards of single modules: torch.compile makes one graph for modules that are alike, and they are pickled with the modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPLACEMENT = "_mxep_replacement"  # attribute of a module
 
 
 def replace_forward(module: nn.Module, function: Callable[..., Any], *options: Hashable) -> Callable[[], None]:
-    """Let a module compute by `function(module, *options, *args, **kwargs)`; returns what undoes it.
+    """Let a module compute by `function(module, *options, *args, **kwargs)`; returns a function that undoes it.
 
     torch.compile looks at the function of a method, and modules that are alike have the same one here.  A `functools.partial` would be
     another object in each module: another graph for each layer, and after 8 of them none.
@@ -48,7 +48,7 @@ class _Replacement:
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], *options: Hashable) -> None:
         self.module, self.function, self.options = module, function, options
-        for name in ("forward", _REPLACEMENT):  # of before: the order counts
+        for name in ("forward", _REPLACEMENT):  # earlier ones, since the order counts
             vars(module).pop(name, None)
         vars(module)[_REPLACEMENT] = self
         vars(module)["forward"] = types.MethodType(_method(function, *options), module)

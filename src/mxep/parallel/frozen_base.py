@@ -22,16 +22,18 @@ from torch.distributed.tensor import DTensor
 from mxep.checks import check_model
 from mxep.moe import Experts, Router
 from mxep.mx.weight import MXWeight, check_weight
-from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, shown_names
 from mxep.parallel.linears import ADAPTERS, KEPT_APART
+from mxep.parallel.module_names import as_patterns, check_patterns, matches_any, shown_names
 
 _log = logging.getLogger(__name__)
 _WHERE = "quantize_base"
 
 
 def base_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """By name, the weights that may be frozen in MX, and the module that has each: those of linear layers, and stacked ones of experts,
-    without adapters."""
+    """The weights that may be frozen in MX, by name: the module that has each, and its name there.
+
+    They are the weights of linear layers and the stacked weights of experts, without adapters.
+    """
     everywhere = dict(model.named_modules(remove_duplicate=False))
     routers = tuple(f"{name}." for name, module in everywhere.items() if isinstance(module, Router))
     found: dict[str, tuple[nn.Module, str]] = {}

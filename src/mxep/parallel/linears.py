@@ -20,15 +20,15 @@ from mxep.checks import check_model
 from mxep.grouped_mm.dense import DenseLora, dense_mm
 from mxep.moe import Router
 from mxep.mx.weight_cache import CachedWeight, WeightCache
-from mxep.parallel.conversion import as_patterns, check_patterns, matches_any, matches_name, shown_names
 from mxep.parallel.linear_gains import linear_gains
+from mxep.parallel.module_names import as_patterns, check_patterns, matches_any, matches_name, shown_names
 from mxep.placements import to_local
 from mxep.recipe import Recipe, TakesRecipe, resolve_recipe
 from mxep.shapes import MX_BLOCK
 
 _log = logging.getLogger(__name__)
 _WHERE = "convert_linears"
-ADAPTERS = ("lora_*", "modules_to_save")  # of peft, beside the layers that they adapt: they learn, in high precision
+ADAPTERS = ("lora_*", "modules_to_save")  # modules of peft, which are trained in high precision
 KEPT_APART = ("router", "gate", "lm_head", "output")  # routers and projections to logits: small GEMMs that are sensitive to precision
 
 
@@ -36,9 +36,9 @@ class MXLinear(TakesRecipe, nn.Linear):
     """A torch.nn.Linear whose products run in MXFP8.
 
     Args:
-        linear: whose parameters it takes over, the same objects, and whose hooks.
+        linear: the layer whose parameters, the same objects, and hooks it takes over.
         recipe: a `Recipe` or a preset's name; GEMM, wgrad, scaling mode and path are what it reads of it.
-        fqn: what errors call it.
+        fqn: its name in errors.
 
     Raises:
         ValueError: widths that are no multiples of 32, a recipe without MXFP8 GEMMs, a forward that replaces the layer's.

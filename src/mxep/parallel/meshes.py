@@ -1,8 +1,8 @@
 """The meshes of every kind of parallelism over the same ranks.
 
-Ranks count pipeline stages first, then replicas, then what is sharded; tensor-parallel and expert-parallel neighbours have
-neighbouring ranks.  Inside a stage every rank has tokens of its own (under tensor parallelism: its share of the same sequences), so
-expert parallelism is folded out of all of them, tensor-parallel ranks included.
+Ranks count pipeline stages first, then replicas, then shards; the ranks of a TP group and of an EP group are consecutive.  Inside a stage
+every rank has tokens of its own (under tensor parallelism: its share of the same sequences).  So an EP group may consist of any of a
+stage's ranks, tensor-parallel ranks included (Megatron's parallel folding).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Meshes:
     Attributes:
         dp: all ranks of the stage: what every rank has whole in forward is sharded over it.  (replicate, shard) under HSDP, else 1-D;
             so are the other two of FSDP's.
-        ep: the EP group of this rank, neighbours in rank order.
+        ep: the EP group of this rank, consecutive ranks.
         dp_mod_ep: the ranks that hold the same experts; these are sharded again over it.
-        tp: the TP group of this rank, neighbours in rank order.
+        tp: the TP group of this rank, consecutive ranks.
         dp_mod_tp: the ranks that hold the same TP shards; these are sharded again over it.
         pp: one rank of each stage.
         stage: all ranks of the stage, 1-D.
@@ -47,14 +47,14 @@ class Meshes:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the batch this rank's TP group and pipeline takes."""
+        """The number of the part of the batch that this rank's TP group and pipeline take."""
         coordinates = self.dp_mod_tp.get_coordinate()
         assert coordinates is not None
         return coordinates[0] if len(coordinates) == 1 else coordinates[0] * self.dp_mod_tp.size(1) + coordinates[1]
 
     @property
     def data_world(self) -> int:
-        """In how many parts the batch is cut."""
+        """The number of parts of the batch."""
         return self.dp_mod_tp.size()
 
 

@@ -134,7 +134,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor, documents: tuple[Any, ...] | None = None) -> Tensor:
-        """As `step`, without gradients."""
+        """The loss, as from `step`, without gradients."""
         with reshard_once(self._modules):
             return self._run(self.schedule.eval, inputs, labels, 1.0, documents)
 

@@ -87,7 +87,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: Recompute, preserve_rng_
 
 
 def _with(call: Callable, forward: Callable, *arguments: Any) -> Callable:
-    """call(forward, *arguments, ...) in the place of `forward`, a partial: a copy of the module runs its own forward.
+    """A partial of call(forward, *arguments, ...) in the place of `forward`: a copy of the module runs its own forward.
 
     deepcopy shares closures, and copies what a partial holds.
     """
@@ -130,8 +130,8 @@ def _of_copies(wrap: Callable[[Callable], Callable], module: nn.Module) -> Calla
 def compile_blocks(blocks: Iterable[nn.Module], backend: str = "inductor") -> None:
     """torch.compile for each block's forward, in place; before `recompute_blocks` and `apply_fsdp`.
 
-    A `mxep.MoE` inside a block stays eager, since FSDP's hooks on its experts would break the graph where rows are in MX (docs/numerics.md
-    lists the borders that MX cannot cross).  Its shared experts are compiled on their own.
+    A `mxep.MoE` inside a block stays eager, since FSDP's hooks on its experts would break the graph where rows are in MX, and that is an
+    error (docs/troubleshooting.md).  Its shared experts are compiled on their own.
 
     Args:
         blocks: modules, such as the layers of a model.

@@ -9,8 +9,9 @@ from torch import nn
 
 from mxep.checks import check_model
 from mxep.moe.experts import Experts
-from mxep.parallel.conversion import as_patterns, check_patterns, converted_recipe, matches_any, restore_experts
+from mxep.parallel.conversion import converted_recipe, restore_experts
 from mxep.parallel.linears import MXLinear, restore_linear
+from mxep.parallel.module_names import as_patterns, check_patterns, matches_any
 
 _log = logging.getLogger(__name__)
 

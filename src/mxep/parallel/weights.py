@@ -9,7 +9,7 @@ from mxep.mx.weight_cache import KeepsQuantized, WeightCache, share_versions, st
 
 
 def cache_quantized_weights(model: nn.Module, *optimizers: torch.optim.Optimizer) -> WeightCache:
-    """Quantise weights that MXFP8 GEMMs read once per optimizer step, for forward and dgrad; numbers stay.
+    """Quantise weights that MXFP8 GEMMs read once per optimizer step, for forward and dgrad; results stay the same.
 
     They are those of every `mxep.moe.Experts`, `MXLinear` and `mxep.models.loss.OutputProjection`.
 

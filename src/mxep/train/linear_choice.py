@@ -11,8 +11,8 @@ from mxep.device import resolve_gemm_path
 from mxep.models.families import build_model
 from mxep.models.presets import ModelConfig
 from mxep.moe import Router
-from mxep.parallel.conversion import check_patterns, matches_any, name_patterns, shown_names
 from mxep.parallel.linears import MXLinear, why_linear_stays
+from mxep.parallel.module_names import check_patterns, matches_any, name_patterns, shown_names
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.config import AUTO, LINEARS, TrainConfig, split_names
 

@@ -15,7 +15,7 @@ _LOAD_BYTES = 16  # what a lane loads at a time where every row starts at a mult
 
 
 def _bits(value: float) -> int:
-    """Of a float32, as C++ takes a constant that is a float. May be negative.
+    """The bits of a float32 as a C int, which may be negative: constants in front of a kernel are bools and ints.
 
     >>> _bits(1.0) == 0x3F800000, _bits(0.0), _bits(float("inf")) == 0x7F800000
     (True, 0, True)
@@ -27,7 +27,7 @@ class Variant(NamedTuple):
     """What a compiled kernel depends on.
 
     Attributes:
-        width: H.  layout, scaling_mode, exact, activation, how: as the operators have them.
+        width: H.  layout, scaling_mode, exact, activation: as the operators have them.  swiglu: their `form`.
         x, dh: dtypes; x is that of results in high precision where x_mx says that x itself is MX.
         scores, num_valid_rows: whether they are given.
         forms: of dx and of h.
@@ -47,7 +47,7 @@ class Variant(NamedTuple):
     x_mx: bool = False
     num_valid_rows: bool = False
     activation: str = "swiglu"
-    how: SwiGLU = SwiGLU()
+    swiglu: SwiGLU = SwiGLU()
     sums: bool = False
 
     def options(self) -> dict[str, bool | int]:
@@ -56,7 +56,7 @@ class Variant(NamedTuple):
         kind = {"H": self.width, "ACTIVATION": ACTIVATIONS.index(self.activation), "INTERLEAVED": interleaved}
         numbers = {"SCALING": SCALING_MODES.index(self.scaling_mode), "EXACT": self.exact, "SCORES": self.scores}
         inputs = {"X_FLOAT": self.x == torch.float32, "DH_FLOAT": self.dh == torch.float32, "X_MX": self.x_mx, "WIDE": self.wide}
-        form = {name.upper(): _bits(value) for name, value in self.how._asdict().items()}
+        form = {name.upper(): _bits(value) for name, value in self.swiglu._asdict().items()}
         names = zip(("DX", "H"), self.forms, strict=True)
         outputs = {f"{name}_{what.upper()}": what in forms.split("+") for name, forms in names for what in ("mx", "hp")}
         return {**kind, **numbers, **inputs, "NUM_VALID": self.num_valid_rows, **form, **outputs}

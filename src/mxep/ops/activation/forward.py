@@ -260,7 +260,7 @@ def activate(
     if "rebased" in h:
         return activate_rebased(x, layout, scaling_mode, exact, scores, num_valid_rows, activation, form, h, granularity)
     gated = is_gated(activation)
-    num_rows, width, how = x.shape[0], x.shape[1] // (1 + gated), swiglu_of(tuple(form))
+    num_rows, width, swiglu = x.shape[0], x.shape[1] // (1 + gated), swiglu_of(tuple(form))
     qdata, scale, out = empty_forms(h, x, num_rows, width)
     x_qdata, x_scale, _ = empty_forms("mx" if quantize_x else "none", x, num_rows, x.shape[1])
     if x.numel():
@@ -288,7 +288,7 @@ def activate(
                 "SCALING": scaling_mode,
                 "SIGMOID": "plain" if triton.knobs.runtime.interpret else "exact" if exact else "fast",
                 "ACTIVATION": activation,
-                "FORM": (how.limit if how.limit < math.inf else None, how.alpha, how.offset),
+                "FORM": (swiglu.limit if swiglu.limit < math.inf else None, swiglu.alpha, swiglu.offset),
             },
             num_warps=tiles.ACTIVATION.warps,
             enable_fp_fusion=not exact,

@@ -46,7 +46,7 @@ _LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).m
 
 
 class Function(Protocol):
-    """One of the functions; `up` is None, and has no gradient, where it is not gated.
+    """An activation; `up` is None, and has no gradient, where the activation is not gated.
 
     Attributes:
         gated: whether it has a gate and an up, 2H columns for H of h.
@@ -111,7 +111,7 @@ class SwiGLU(_Form):
         return gate, up + self.offset if self.offset else up  # 0 would make -0 another zero
 
     def _inside(self, gate: Tensor) -> Tensor:
-        """What the sigmoid is taken of."""
+        """The sigmoid's argument."""
         return gate if self.alpha == 1.0 else self.alpha * gate
 
     def _slope(self, inside: Tensor, share: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _GEGLU:
     gated = True
 
     def _share(self, gate: Tensor) -> Tensor:
-        """How much of a gate is let through."""
+        """The factor of the gate, from 0 to 1."""
         return 0.5 * (1.0 + torch.erf(gate * math.sqrt(0.5)))
 
     def _slope(self, gate: Tensor, share: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ class _GEGLU:
     def backward(self, grad: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         assert up is not None
         share = self._share(gate)
-        let_through = gate * share
-        return grad * up * self._slope(gate, share), grad * let_through, let_through * up
+        gelu = gate * share
+        return grad * up * self._slope(gate, share), grad * gelu, gelu * up
 
     def differentiable(self, gate: Tensor, up: Tensor | None) -> Tensor:
         assert up is not None
@@ -236,11 +236,11 @@ def function_of(activation: str, form: Sequence[float] = ()) -> Function:
         ValueError: an unknown activation, no form of SwiGLU, or a form of it with another activation.
     """
     is_gated(activation)
-    how = swiglu_of(tuple(form))
+    swiglu = swiglu_of(tuple(form))
     if activation == "swiglu":
-        return how
-    if how != SwiGLU():
-        raise ValueError(f"activation: {activation!r} with {how!r}, want 'swiglu' with a form of it")
+        return swiglu
+    if swiglu != SwiGLU():
+        raise ValueError(f"activation: {activation!r} with {swiglu!r}, want 'swiglu' with a form of it")
     return _OTHERS[activation]
 
 

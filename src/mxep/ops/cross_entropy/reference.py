@@ -8,11 +8,7 @@ IGNORE = -100  # label that takes no part in the loss
 
 
 def check_labelled_rows(where: str, logits: torch.Tensor, labels: torch.Tensor) -> None:
-    """That `logits` is (T, V) bf16, float32 or float64, contiguous, and `labels` (T,) int64.
-
-    Raises:
-        ValueError: it is not so.
-    """
+    """Raise ValueError unless `logits` is (T, V) bf16, float32 or float64, contiguous, and `labels` (T,) int64."""
     fits = logits.dim() == 2 and labels.shape == logits.shape[:1] and labels.dtype == torch.int64 and logits.is_contiguous()
     if not fits or logits.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(

@@ -70,6 +70,7 @@ def adamw_step(
     hyperparameters: Sequence[float],
     squares: Tensor | None = None,
 ) -> None:
+    """As `mxep.ops.optimizer.reference.adamw_step`, which runs where the kernel cannot."""
     check_adamw_step(parameter, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, (step, lr, grad_scale, found_inf), squares)
     n, device, bits = parameter.numel(), parameter.device, bits_of(parameter, exp_avg, exp_avg_scale)
     if not n:

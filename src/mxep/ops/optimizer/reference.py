@@ -74,7 +74,7 @@ def adamw_step(
     hyperparameters: Sequence[float],
     squares: Tensor | None = None,
 ) -> None:
-    """One step of the n values of a parameter that are here, in place.
+    """One AdamW step of the n values that this rank has of a parameter, in place.
 
     Args:
         parameter: (n,) bf16 or float32.  gradient: (n,) bf16 or float32.
@@ -85,7 +85,7 @@ def adamw_step(
         grad_scale: () float32, what gradients are divided by; None: 1.
         found_inf: () float32, above 0 to leave everything as it is; None: 0.
         key: of the random bits, 0 to 2**32 - 1.
-        runs: length of a run of values that are neighbours in the whole parameter, distance of the runs' starts, first position.
+        runs: length of a run of values that are consecutive in the whole parameter, distance of the runs' starts, first position.
         hyperparameters: both betas, weight decay, eps.
         squares: () float64, to which the sum of the gradient's squares, before its division, is added unless the step is skipped.
     """
@@ -192,9 +192,9 @@ def positions_of(runs: Sequence[int], values: Tensor) -> Tensor:
 
 
 def random_bits(positions: Tensor, key: Tensor) -> Tensor:
-    """(n,) int64 in 0 to 65535 for the values at those positions, of which 2**32 apart get the same bits.
+    """(n,) int64 in 0 to 65535 for the values at those positions; positions that are 2**32 apart get the same bits.
 
-    A hash of 32 bits serves two neighbours.
+    Two consecutive positions share a hash of 32 bits.
 
     Args:
         positions: (n,) int64.

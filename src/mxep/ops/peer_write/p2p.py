@@ -39,9 +39,14 @@ def options_of(sums: bool, mode: str, item_bytes: int, word_bytes: int, row_chun
     return {**chunk_options(sums, mode, item_bytes, word_bytes, row_chunks), "SUMS": sums, "CHUNK": chunk}
 
 
+def most_chunks_of(row_chunks: int) -> int:
+    """The chunks of a row that a variant is compiled for: `row_chunks` up to a power of two, or two warps' lanes for all longer rows."""
+    return min(1 << max(row_chunks - 1, 0).bit_length(), 2 * _WARP)
+
+
 @functools.cache
 def _kernel(device: int, sums: bool, mode: str, item_bytes: int, word_bytes: int, most_chunks: int, chunk: bool) -> Kernel:
-    """One variant; `most_chunks`: of a row, a power of two, at most twice a warp's lanes for all longer rows."""
+    """One variant; `most_chunks`: of `most_chunks_of`."""
     options = options_of(sums, mode, item_bytes, word_bytes, most_chunks, chunk)
     return Kernel("p2p", FILES, options, options["THREADS"], chip=chip_of(device))
 
@@ -81,8 +86,7 @@ def _launch(
         raise ValueError(f"{where}: pitch={pitch} or an address is no multiple of {item}, the bytes of a value; align them")
 
     row_chunks = values.shape[1] // _RECORD_CHUNK if mode else size // word
-    most = min(1 << (row_chunks - 1).bit_length(), 2 * _WARP)
-    kernel = _kernel(device, sums, mode, item if mode or sums else 1, word, most, bool(partial_sums))
+    kernel = _kernel(device, sums, mode, item if mode or sums else 1, word, most_chunks_of(row_chunks), bool(partial_sums))
     lanes, parts = kernel.options["LANES"], kernel.options["PARTS"]
     pieces = -(-row_chunks // (lanes * parts))
     blocks = -(-slots.shape[0] * pieces * lanes // kernel.threads)

@@ -24,7 +24,7 @@ _CALL, _MESSAGE = "Q2I3Q6I", "Q4I"  # struct Call of slots.cu, struct PeerMessag
 
 
 def _room(world: int) -> int:
-    """Messages that a variant has room for."""
+    """The most messages that the variant for a world size takes, a power of two."""
     return 1 << (world - 1).bit_length()
 
 
@@ -34,13 +34,8 @@ def send_options(mode: str, item_bytes: int, row_chunks: int, world: int) -> dic
 
 
 def recv_options(item_bytes: int, row_chunks: int, world: int) -> dict[str, bool | int]:
-    """The same for `recv_slots`: a chunk is what a lane stores at a time, 16 bytes."""
+    """The constants in front of slots.cu for `recv_slots`, whose chunks are the 16 bytes that a lane stores at a time."""
     return {**send_options("rceil", item_bytes, row_chunks, world), "PARTS": tiles.RECV_PARTS if row_chunks > _WARP else 1}
-
-
-def _most(row_chunks: int) -> int:
-    """The power of two for rows of so many row_chunks: one variant for all above a warp's lanes."""
-    return min(1 << max(row_chunks - 1, 0).bit_length(), 2 * _WARP)
 
 
 @functools.cache
@@ -69,7 +64,7 @@ class _Variant(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _variant(entry: str, device: int, mode: str, item_bytes: int, width: int, world: int) -> _Variant:
     row_chunks = width * item_bytes // _ALIGNMENT if entry == "recv_slots" else width // _CHUNK
-    kernel = _kernel(entry, device, mode, item_bytes, _most(row_chunks), _room(world))
+    kernel = _kernel(entry, device, mode, item_bytes, p2p.most_chunks_of(row_chunks), _room(world))
     lanes, room = kernel.options["LANES"], kernel.options["MESSAGES"]
     layout = struct.Struct(f"<{_CALL}{_MESSAGE * world}{struct.calcsize(f'<{_MESSAGE}') * (room - world)}x")
     return _Variant(kernel, max(1, -(-row_chunks // (lanes * kernel.options["PARTS"]))), kernel.threads // lanes, layout)

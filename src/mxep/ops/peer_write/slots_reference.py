@@ -37,8 +37,8 @@ class PeerMessage(NamedTuple):
 
     Attributes:
         slots: address of the two slots, as this process sees it.
-        first, rows: of what is sent, or of the output, which of the rows.  per: so many of them in a round, at least 1.
-        before: rounds between these two ranks before this message, or as many modulo 2: they tell which slot is the next.
+        first, rows: the first row and the number of rows, of what is sent or of the output.  per: rows of a round, at least 1.
+        before: number of rounds between these two ranks before this message, or that number modulo 2; it determines the next slot.
     """
 
     slots: int
@@ -49,7 +49,7 @@ class PeerMessage(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """At least one, so that every message says how long it is."""
+        """The number of rounds, at least one, so that every message has a header with its length."""
         return max(1, -(-self.rows // self.per))
 
     def rows_in(self, step: int) -> int:
@@ -58,7 +58,7 @@ class PeerMessage(NamedTuple):
         return self.per if left > self.per else left if left > 0 else 0
 
     def slot(self, step: int, slot_bytes: int) -> int:
-        """Address of what holds round `step`."""
+        """Address of the slot of round `step`."""
         return self.slots + (self.before + step) % 2 * slot_bytes
 
 

@@ -99,7 +99,8 @@ def send_index(
         experts: (T, C) int64, from 0 to W * L - 1.  mode: of `MODES`.  num_local_experts: L.  world: W.  most: S, at least T.
 
     Returns:
-        slots, home: (T, W) or, in all_to_all, (T, C) int32, as in symmetric_dispatcher.py; ranks: (T, C) int32 in all_to_all, else (0, C).
+        slots, return_slots: (T, W) or, in all_to_all, (T, C) int32, as in `SymmetricSendIndex`; ranks: (T, C) int32 in all_to_all, else
+        (0, C).
     """
     check_send_index(experts, mode, num_local_experts, world, most)
     (T, C), device = experts.shape, experts.device
@@ -138,14 +139,14 @@ def chunk_bounds(ends: torch.Tensor, capacity: int, count: int) -> torch.Tensor:
     >>> chunk_bounds(torch.tensor([4, 12, 16, 20, 32], dtype=torch.int32), 12, 5).tolist()
     [0, 0, 0, 12, 20, 32]
     """
-    borders = torch.cat((ends.new_zeros(1), ends))  # (L + 1,), where expert e begins
-    leading = torch.searchsorted(borders, borders - capacity)  # the first expert of a chunk that ends before e
+    starts = torch.cat((ends.new_zeros(1), ends))  # (L + 1,), where expert e begins
+    leading = torch.searchsorted(starts, starts - capacity)  # the first expert of a chunk that ends before e
     expert = torch.full((1,), ends.shape[0], device=ends.device)
     firsts = [expert]
     for _ in range(count):
         expert = leading.take(expert)
         firsts.append(expert)
-    return borders.take(torch.cat(firsts[::-1]))
+    return starts.take(torch.cat(firsts[::-1]))
 
 
 def chunk_rows(

@@ -19,7 +19,7 @@ from mxep.ops.quantize.reference import quantize
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """fp8 tensors as uint8: indexing knows no fp8 on every device, and bytes must not be touched anyway."""
+    """fp8 tensors as uint8: indexing does not support fp8 on every device, and bytes must not change anyway."""
     return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
@@ -112,7 +112,7 @@ def reduce_rows(
 def reduce_rows_backward(
     grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the gradient (N, D) of `reduce_rows` with weights and nothing added: those of rows and of weights.
+    """Gradients of rows and of weights, from the gradient (N, D) of `reduce_rows` with weights and without `added`.
 
     Args:
         grad: (N, D) bf16 or float32.

@@ -1,4 +1,4 @@
-"""What a function leaves to its backward: tensors that autograd saves."""
+"""What a forward saves for its backward: tensors, which autograd saves, and other values."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Memory = tuple[int, int]  # its first address and bytes
+Memory = tuple[int, int]  # first address, and number of bytes
 
 
 def memory_of(tensor: Tensor | None) -> Memory | None:
-    """A tensor's storage."""
+    """The memory of a tensor's storage."""
     return None if tensor is None else (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
 
 
 class PackedView(NamedTuple):
-    """A tensor in a packed one: where its memory is there, dtype, shape and strides; `storage_offset` counts values from `byte` on."""
+    """A tensor inside a packed one: where its bytes are, its dtype, shape and strides; `storage_offset` counts values from `byte` on."""
 
     byte: int
     nbytes: int
@@ -34,7 +34,7 @@ class PackedView(NamedTuple):
 class Packing:
     """How the tensors of a replayed call are kept: views of one tensor of bytes, or the number of a tensor of its own, or None.
 
-    In the key of a replayed backward the object itself stands for all of that and for `ForBackward.rest`; it has no other equality.
+    The key of a replayed backward contains this object in the place of all that and of `ForBackward.rest`.  It equals no other object.
     """
 
     def __init__(self, parts: Sequence[PackedView | int | None]) -> None:
@@ -42,27 +42,27 @@ class Packing:
 
 
 class ForBackward(NamedTuple):
-    """Tensors, some of them None, and the rest of what a backward reads, which has none.
+    """What a backward reads: tensors, some of them None, and values without tensors.
 
     A replayed call (`mxep.ops.runtime.replay`) keeps its small tensors in one of bytes: one allocation, one tensor to save and one
     address for the replayed backward.
 
     Attributes:
-        kept: what autograd is to save, in the order that `again` wants: plain tensors.
-        rest: all that is no tensor; it is not replaced.
-        packing: None if these are the tensors themselves.
+        kept: plain tensors that autograd saves, in the order in which `with_saved` takes them.
+        rest: values without tensors.
+        packing: how the tensors are packed in `kept`; None if these are the tensors themselves.
     """
 
     kept: Sequence[Tensor | None]
     rest: Any = None
     packing: Packing | None = None
 
-    def again(self, kept: Sequence[Tensor | None]) -> ForBackward:
-        """With the tensors that autograd has saved."""
+    def with_saved(self, kept: Sequence[Tensor | None]) -> ForBackward:
+        """The same with the tensors that autograd has saved in the place of `kept`."""
         return ForBackward(kept, self.rest, self.packing)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """As they were given."""
+        """The tensors as the forward gave them."""
         if self.packing is None:
             return tuple(self.kept)
         packed, *own = self.kept
@@ -71,7 +71,7 @@ class ForBackward(NamedTuple):
         return tuple([part.of(packed) if isinstance(part, PackedView) else None if part is None else own[part] for part in parts])
 
     def memory(self) -> tuple[Memory | None, ...]:
-        """Of each tensor; tensors of the same memory are views of one."""
+        """The memory of each tensor; tensors with the same memory are views of one."""
         if self.packing is None:
             return tuple(memory_of(tensor) for tensor in self.kept)
         packed, *own = self.kept

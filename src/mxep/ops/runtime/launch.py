@@ -16,20 +16,25 @@ from triton.backends.nvidia import driver as nvidia
 from mxep.device import is_capturing
 from mxep.ops.runtime.nvrtc import current_gpu, recorder_here, recorders, relaxed_capture, unrecorded
 
-_INT32 = 2**31  # the first number that it does not hold
+_INT32 = 2**31  # the first number that an int32 does not hold
 _BYTES = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 # Products are contracted with sums unless a kernel says no: it changes bits, and Triton changes its default (on to 3.9, off from 3.10).
 _DEFAULTS = {"enable_fp_fusion": True}
-# How the C function that launches a compiled kernel takes the kernel's own arguments, in the versions of Triton that are known: each for
-# itself at the end, or all as one tuple.
+# How the C function that launches a compiled kernel takes the kernel's own arguments in the versions of Triton that are known: one by one
+# at the end, or all as one tuple.
 _VERSION = triton.__version__.rpartition(".")[0]
 _EACH, _AS_ONE = _VERSION == "3.6", _VERSION == "3.9"
 _NOTHING = (None,) * 5  # of launch metadata, two hooks, and two kinds of scratch memory
 
 
 class _Parameters(NamedTuple):
-    """Of a kernel: all values from arguments by name, those of its constants, and (position, whether variants know it) of the others."""
+    """A kernel's parameters.
+
+    Attributes:
+        values, constants: from arguments by name, the values of all parameters, and those of constants.
+        variable: (position, whether compiled variants are specialised for it) of each parameter that is no constant.
+    """
 
     values: Callable[[dict[str, Any]], tuple]
     constants: Callable[[dict[str, Any]], tuple]
@@ -37,16 +42,16 @@ class _Parameters(NamedTuple):
 
 
 class _CompiledKernel(NamedTuple):
-    """What Triton made; its C function, None where only Triton's runner can launch it, and what that takes after grid and stream."""
+    """What Triton compiled; its C function, None where only Triton's runner can launch it; what that takes after grid and stream."""
 
     compiled: Any
     function: Callable[..., None] | None
     fixed: tuple
 
 
-# By kernel, options and what they know about their arguments.
+# Compiled kernels by kernel, options, and the facts about arguments for which each is specialised.
 _variants: dict[tuple[Any, ...], _CompiledKernel] = {}
-# By kernel, which lives as long as its module; by its number, since Triton's hash of a kernel is one of its text.
+# Parameters by a kernel's id, since Triton hashes a kernel by its text.  A kernel exists as long as its module.
 _parameters: dict[int, _Parameters] = {}
 
 
@@ -54,10 +59,10 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
     """Run a kernel on torch's current stream of its first argument's GPU, or under Triton's interpreter.
 
     Args:
-        kernel: what `triton.jit` made; its first parameter is a tensor.  MX data and scales are bytes (uint8) to it.
-        programs: how many, along one or two axes.
-        arguments: all that it has by name, constants too; no floats but as constants.  options: `num_warps` and what else the compiler
-            takes.
+        kernel: a function of `triton.jit`; its first parameter is a tensor.  It gets MX data and scales as bytes (uint8).
+        programs: number of programs, along one or two axes.
+        arguments: all arguments by name, constants too; floats are constants.
+        options: `num_warps` and other options of Triton's compiler.
     """
     x, y = (programs, 1) if isinstance(programs, int) else programs
     if not isinstance(kernel, triton.JITFunction):  # the interpreter
@@ -69,9 +74,9 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
     if device >= 0 and device != current_gpu():  # below 0 for a tensor of the host, which Triton refuses
         with torch.cuda.device(device):
             return launch(kernel, programs, arguments, **options)
-    # What a variant knows about an argument: a constant itself; a pointer's type, place and whether it is a multiple of 16, or that it is
-    # None; a whole number's width, and unless it is a plain one whether it is a multiple of 16, or 1.  In place: a function costs as much
-    # again.
+    # A variant is specialised for: a constant's value; a pointer's type and device and whether it is a multiple of 16, or that it is None;
+    # an integer's width, and unless it is in `do_not_specialize` whether it is a multiple of 16, or 1.  No function does this, since a call
+    # would cost as much again.
     known = [id(kernel), *options.values(), *parameters.constants(arguments)]
     for i, specialised in parameters.variable:
         value = values[i]
@@ -91,7 +96,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
         with relaxed_capture() if is_capturing() else nullcontext():  # Triton loads it
             _variants[key] = _compiled_kernel(kernel[x, y, 1](*values, **{**_DEFAULTS, **options}))
         return
-    if variant.function is None or is_watched():
+    if variant.function is None or has_launch_hooks():
         unrecorded("a launch by Triton's runner")
         variant.compiled[x, y, 1](*values)
     else:
@@ -103,8 +108,8 @@ def launch(kernel: Any, programs: int | tuple[int, int], arguments: dict[str, An
         variant.function(x, y, 1, torch._C._cuda_getCurrentRawStream(device), *variant.fixed, *values)
 
 
-def is_watched() -> bool:
-    """Whether a profiler wants to know of Triton's launches."""
+def has_launch_hooks() -> bool:
+    """Whether a profiler has put hooks on Triton's launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -133,7 +138,7 @@ def _compiled_kernel(compiled: Any) -> _CompiledKernel:
 
 
 def _launch_of_tuple(launch: Callable[..., None], own: int, *given: Any) -> None:
-    """Those from `own` on are the kernel's arguments."""
+    """Calls a function that takes the kernel's arguments, those from `own` on, as one tuple."""
     launch(*given[:own], given[own:])
 
 

@@ -34,17 +34,17 @@ def _stream_of(device: torch.device) -> int:
 
 
 class LaunchGraph:
-    """What `launch` puts on the stream that it is given; nothing runs until `run`.
+    """A CUDA graph of what `launch` puts on the stream that it is given; nothing runs until `run`.
 
     Args:
         device: the current GPU.
         launch: launches kernels and fills memory; allocates nothing.
 
     Raises:
-        RuntimeError: the driver has no memory for it, say.
+        RuntimeError: the driver cannot make the graph, for example for want of memory.
 
     Attributes:
-        alive: graphs of this process.
+        alive: number of graphs in this process.
     """
 
     alive = 0
@@ -53,7 +53,7 @@ class LaunchGraph:
         graph, ready = _POINTER(), _POINTER()
         with _capturing:
             stream = _stream_of(device)
-            _begin(device, stream, CAPTURE_MODE_RELAXED)  # other threads may do what they want
+            _begin(device, stream, CAPTURE_MODE_RELAXED)  # other threads may call CUDA meanwhile
             try:
                 launch(stream)
             finally:

@@ -89,7 +89,7 @@ def compiled(text: str, name: str, chip: str, *more_flags: str) -> tuple[bytes, 
 
 
 def _digest(path: Path, cubin: bytes) -> bytes:
-    """Of a cubin and of the file's name: one that is kept under the name of another kernel does not fit."""
+    """SHA-256 of a file's name and of its cubin, so that a cubin under another kernel's name does not fit."""
     return hashlib.sha256(path.name.encode() + b"\0" + cubin).digest()
 
 
@@ -161,7 +161,7 @@ def _bind_context(device: int) -> None:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """A capture on this thread allows what CUDA calls potentially unsafe, to load a module say. That is done at once and not recorded.
+    """Allow a capture on this thread what CUDA calls potentially unsafe, such as loading a module. It is done at once and not recorded.
 
     A graph can hold kernels that no call before it has run: it quantises weights that a `WeightCache` kept until then, maybe by another
     variant, and works on chunks of rows that the host knew to be empty.
@@ -216,7 +216,7 @@ fill_bytes = DriverFunction("cuMemsetD8Async", ctypes.c_uint64, ctypes.c_uint8, 
 
 
 class Recorder(Protocol):
-    """Wants to know of launches in its thread: see `mxep.ops.runtime.replay`."""
+    """Records the launches of its thread: see `mxep.ops.runtime.replay`."""
 
     thread: int
 
@@ -225,24 +225,24 @@ class Recorder(Protocol):
     def triton(self, function: Callable[..., None], grid: tuple[int, int], fixed: tuple, values: list[Any], tensors: list[int]) -> None: ...
 
     def unknown(self, what: str) -> None:
-        """Work of the device that no recording can repeat."""
+        """Notes that the device did work that no recording can repeat."""
 
 
 recorders: list[Recorder] = []
 
 
 def recorder_here() -> Recorder | None:
-    """This thread's recorder."""
+    """The recorder of this thread; None without one."""
     return next((recorder for recorder in tuple(recorders) if recorder.thread == threading.get_ident()), None)
 
 
 def unrecorded(what: str) -> None:
-    """Keeps this thread's call from being replayed: it does `what` to the device, which no recording has, such as a library's launch."""
+    """Keep this thread's call from being replayed, because it does `what` on the device, which is not recorded: a library's launch, say."""
     if recorders and (recorder := recorder_here()) is not None:
         recorder.unknown(what)
 
 
-# The current CUDA device of a process that uses one. `torch.cuda.current_device` asks first whether it does, for most of its time.
+# The current CUDA device of a process that uses CUDA. `torch.cuda.current_device` first checks that it does, for most of its time.
 current_gpu: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # a torch without CUDA has the second
 
 
@@ -264,18 +264,17 @@ class _Config(ctypes.Structure):  # CUlaunchConfig of cuda.h
 
 @functools.lru_cache(maxsize=4096)
 def launch_config(blocks: int, threads: int, shared_bytes: int, stream: int) -> Any:
-    """By reference. Kept: ctypes takes longer over that many numbers than over all else of a launch."""
+    """A CUlaunchConfig by reference; cached, since ctypes takes longer to build one than all the rest of a launch."""
     return ctypes.byref(_Config(blocks, 1, 1, threads, 1, 1, shared_bytes, stream, None, 0))
 
 
 class Arguments:
-    """What a launch hands to a kernel, in the driver's form; can be launched with again and again, from any thread.
+    """A kernel's arguments in the driver's form, for any number of launches from any thread.
 
     A tensor passes its address, None a null pointer, an int a C int or long long, a TensorMap its 128 bytes, a ctypes structure itself.
-    All of them live as long as this does.
 
     Attributes:
-        given: what it was made of.
+        given: the arguments; held, so that they exist as long as this object.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -300,7 +299,7 @@ class Arguments:
 
 @functools.lru_cache(maxsize=4096)
 def packed(*arguments: Any) -> Arguments:
-    """Addresses and numbers, kept: the allocator hands out the same addresses in every step."""
+    """`Arguments` of addresses and numbers; cached, since the allocator returns the same addresses in every step."""
     return Arguments(*arguments)
 
 
@@ -308,20 +307,21 @@ _OneArgument = ctypes.c_char_p * 1
 
 
 class PackedStructure:
-    """The same of a kernel whose one argument is a structure, given as its bytes."""
+    """The arguments of a kernel whose only argument is a structure, given as its bytes."""
 
     def __init__(self, content: bytes) -> None:
-        self.pointers = _OneArgument(content)  # it holds the bytes too
+        self.pointers = _OneArgument(content)  # keeps a reference to the bytes
 
 
 class Kernel:
-    """One entry of one variant; compiled and loaded when it is first launched on a GPU.
+    """One function of one compiled variant; compiled and loaded at its first launch on a GPU.
 
     Args:
         entry: name of the `extern "C" __global__` function, and of the files on disk.
-        files: of this folder, in order.  options: constants in front, bool or int.
+        files: paths below ops/, in order.  options: constants in front of them, bool or int.
         threads: of a block.  shared_bytes: dynamic shared memory of a block.
-        chip: "sm_.." to compile for where it is not `CHIP`, for a kernel that takes nothing of Hopper's own.
+        chip: architecture to compile for, as `mxep.device.chip_of` names it; None is `CHIP`.  Kernels that use instructions of Hopper alone
+            are compiled for `CHIP`.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class Kernel:
         self.run(device, blocks, packed(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]))
 
     def run(self, device: int, blocks: int, arguments: Arguments | PackedStructure, stream: int | None = None) -> None:
-        """The same with arguments that are packed already, and on that stream of the GPU where one is given."""
+        """`launch` with packed arguments, on the given stream of the GPU, or on torch's current one."""
         if device != current_gpu():
             with torch.cuda.device(device):
                 return self.run(device, blocks, arguments, stream)

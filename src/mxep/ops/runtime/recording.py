@@ -1,4 +1,4 @@
-"""What a call does to the device, recorded: allocations, launches and operators of torch, with slots in place of memory."""
+"""Records what a call does on the device: allocations, launches and operators of torch, with slots in the place of memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mxep.ops.runtime.nvrtc import Arguments, Kernel, PackedStructure, TensorMap
 
 Where = tuple[int, int]  # a slot, which is the memory of one tensor, and bytes from that tensor's first one on
 
-_KEPT = 64  # combinations of addresses, of a launch; those that come again are in graphs
-_LEAST_ADDRESS = 1 << 32  # of a GPU's memory; no other number that a kernel is given is as large
+_KEPT = 64  # combinations of addresses whose arguments a launch keeps; launches with addresses that recur are in graphs
+_LEAST_ADDRESS = 1 << 32  # of a GPU's memory; the other numbers that kernels are given are smaller
 VALUES = {type(None), bool, int, float, str, torch.dtype, torch.Size, torch.device}
 _ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
@@ -35,7 +35,7 @@ class NotReplayableError(Exception):
 
 
 class View:
-    """A tensor that a call makes: a slot's own one, or a view of it with dtype, shape, strides and values from the slot's first one on."""
+    """A tensor of a call: a slot's own one, or a view of it, given by dtype, shape, strides, and offset in values of that dtype."""
 
     def __init__(self, slot: int, *layout: Any) -> None:
         self.slot, self.layout = slot, layout
@@ -58,7 +58,7 @@ class View:
 
 
 class _MXView(NamedTuple):
-    """An `MXTensor` that a call makes."""
+    """An `MXTensor` of a call."""
 
     dtype: torch.dtype
     qdata: View
@@ -74,7 +74,7 @@ class ForBackwardView(NamedTuple):
 
 
 def slots_of(template: Any, for_backward: bool = True) -> set[int]:
-    """Slots of a template's views; `for_backward`: with those that only a backward reads."""
+    """The slots of a template's views; `for_backward` False leaves out those that only a backward reads."""
     if isinstance(template, View):
         return {template.slot}
     parts = template.values() if type(template) is dict else template if isinstance(template, (tuple, list)) else ()
@@ -84,14 +84,14 @@ def slots_of(template: Any, for_backward: bool = True) -> set[int]:
 
 
 def _is_constant(template: Any) -> bool:
-    """Whether every call may have the same object: it has no tensors, and nobody can change it."""
+    """Whether every call may use the same object: it has no tensors, and it is immutable."""
     if isinstance(template, tuple):
         return all(map(_is_constant, template))
     return not isinstance(template, (View, list, dict))
 
 
 def maker(template: Any) -> Callable[[list[Any]], Any]:
-    """What makes a template's value of the slots' tensors: one Python expression, since a call of a function for each part costs more."""
+    """A function that makes a template's value from the slots' tensors: one Python expression, since a call for each part costs more."""
     known: dict[str, Any] = {"new_tuple": tuple.__new__, "MXTensor": MXTensor}
 
     def name_of(value: Any) -> str:
@@ -124,7 +124,7 @@ def maker(template: Any) -> Callable[[list[Any]], Any]:
 
 
 class Allocation(NamedTuple):
-    """Memory of a slot of its own, with zeros or undefined."""
+    """An allocation, which is a slot of its own: zeros, or uninitialised."""
 
     slot: int
     shape: torch.Size
@@ -153,7 +153,7 @@ class Operator(NamedTuple):
 
 
 class _LaunchArgument(NamedTuple):
-    """An argument of a launch: what of it is fixed, how it is made from addresses, and where these are."""
+    """An argument of a launch: its fixed part, how it is made from addresses, and where these are."""
 
     fixed: Hashable
     make: Callable[[list[int]], Any]
@@ -189,7 +189,7 @@ class KernelLaunch:
 
 
 class TritonLaunch:
-    """A launch by the C function of a kernel of Triton's: its values, with 0 in place of addresses, and where these are."""
+    """A launch of a Triton kernel by its C function: the values, with 0 in the place of addresses, and where these are."""
 
     def __init__(
         self, function: Callable[..., None], grid: tuple[int, int], fixed: tuple, values: list[Any], places: list[tuple[int, Where]]
@@ -219,7 +219,7 @@ Step = Allocation | Operator | KernelLaunch | TritonLaunch
 
 
 class _Slot:
-    """A tensor, and which addresses are in its storage."""
+    """A tensor, and the range of addresses of its storage."""
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -233,7 +233,7 @@ def _layout(tensor: Tensor) -> tuple:
 
 
 class CallRecorder(TorchDispatchMode):
-    """Notes what a function does to the device, while it does it."""
+    """Records what a function does on the device, while it runs."""
 
     def __init__(self, tensors: Sequence[Tensor], most_bytes: int) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class CallRecorder(TorchDispatchMode):
         self._own_results = set[int]()  # slots whose own tensors are results
 
     def unknown(self, what: str) -> None:
-        """Something that cannot be repeated: nothing more is noted, and no memory held."""
+        """Ends the recording because of `what`, which cannot be repeated, and releases the memory that it holds."""
         self.problem = self.problem or what
         self.steps, self.slots = [], []
 
@@ -261,7 +261,7 @@ class CallRecorder(TorchDispatchMode):
         return len(self.slots) - 1
 
     def where(self, address: int) -> Where | None:
-        """Where an address of the device is; None for a number. Raises NotReplayableError for memory of others."""
+        """The slot and offset of a device address; None for a number. Raises NotReplayableError for memory that no slot has."""
         if -_LEAST_ADDRESS < address < _LEAST_ADDRESS:
             return None
         found = [number for number, slot in enumerate(self.slots) if slot.first <= address < slot.end]
@@ -272,7 +272,7 @@ class CallRecorder(TorchDispatchMode):
         return found[0], address - self.slots[found[0]].address
 
     def view(self, tensor: Tensor, is_result: bool = False) -> View:
-        """Which view of which slot a tensor is.  A result that is another object than an argument stays one, whatever its layout."""
+        """The tensor as a view of a slot.  A result that is another object than an argument stays another one, whatever its layout."""
         storage, layout = tensor.untyped_storage()._cdata, _layout(tensor)
         of_storage = [number for number, slot in enumerate(self.slots) if slot.storage == storage]
         for number in of_storage:
@@ -290,9 +290,9 @@ class CallRecorder(TorchDispatchMode):
         raise NotReplayableError(f"a {tuple(tensor.shape)} {tensor.dtype} that is no view of what it was given or has made")
 
     def _allocates_as(self, result: Tensor, slots: list[int]) -> bool:
-        """Whether the memory of a result is now allocated as the result itself, so that no call makes a view of it.
+        """Give an allocation the layout of a result, so that no call makes a view of it; returns whether that was possible.
 
-        It is all of that memory, launches alone fill it, and it is no other result.
+        It is if the result is all of that memory, only launches fill it, and it is no other result.
         """
         spanned = 1 + sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
         of_operators = set[int]().union(*(step.slots for step in self.steps if isinstance(step, Operator)))
@@ -322,7 +322,7 @@ class CallRecorder(TorchDispatchMode):
         return made
 
     def _try(self, note: Callable[[], None]) -> None:
-        """Note something, unless that is no longer of use.  The call itself goes on whatever happens here."""
+        """Run `note`, unless the recording has ended.  An error ends the recording, and not the call."""
         if self.problem is None:
             try:
                 note()
@@ -378,7 +378,7 @@ class CallRecorder(TorchDispatchMode):
     # ---- launches
 
     def kernel(self, kernel: Kernel, function: Any, blocks: int, arguments: Arguments | PackedStructure, own_stream: bool) -> None:
-        """A launch, as `Kernel.run` makes it."""
+        """Records a launch by `Kernel.run`."""
 
         def note() -> None:
             if own_stream or isinstance(arguments, PackedStructure):
@@ -413,7 +413,7 @@ class CallRecorder(TorchDispatchMode):
         return _LaunchArgument((bytes(fixed), *(byte for byte, _ in found)), make, tuple(at for _, at in found))
 
     def triton(self, function: Callable[..., None], grid: tuple[int, int], fixed: tuple, values: list[Any], tensors: list[int]) -> None:
-        """A launch by the C function of a kernel of Triton's; `tensors`: which of its values are addresses."""
+        """Records a launch of a Triton kernel by its C function; `tensors`: which of its values are addresses."""
 
         def note() -> None:
             places = [(i, at) for i in tensors if (at := self.where(values[i])) is not None]

@@ -1,9 +1,10 @@
-"""Calls that do the same to the device every time, replayed: allocations and launches alone, without the Python code that decided on them.
+"""Replays calls that do the same on the device every time: their allocations and launches, without the Python code that decided on them.
 
 For small layers the host's time is most of a call, and most of that is Python: checks, plans, choices of kernels.  All of it depends on
-shapes, layouts and options alone.  `replayed` runs a function of tensors as it is at first, then records twice what it does to the device:
-memory that it allocates, kernels that it launches on which addresses, operators of torch.  If both recordings agree, later calls with
-like tensors repeat them on new memory.  A CUDA graph does the same with fixed addresses; here each call allocates its memory from torch.
+shapes, layouts and options alone.  `replayed` runs a function of tensors as it is at first, then records twice what it does on the device:
+its allocations, its launches with their addresses, and its operators of torch.  If both recordings agree, later calls with tensors of the
+same shapes and layouts repeat them on new memory.  A CUDA graph does the same with fixed addresses; here each call allocates its memory
+from torch.
 
 What a recording cannot repeat is noticed, and such calls run as they are: reads by the host, memory that the function was not given, work
 on another stream, anything that differs from call to call.  So do calls that allocate much: the device takes longer than the host there.
@@ -48,15 +49,15 @@ from mxep.ops.runtime.recording import (
 )
 from mxep.shapes import round_up
 
-_PLAIN_CALLS = 4  # before the first recording, which pays after some ten replays: rare shapes stay without
-_RECORDINGS = 4  # until two that follow each other agree
-_MOST_BYTES = 4 << 30  # that a recorded call may allocate
-_SPARE = 2  # times what it allocates must be free for a recording
-_KEPT = 1024  # calls
-_LARGE = 16 << 20  # bytes of memory that is allocated when it is needed, and freed when it is not
-_GRAPHS = 256  # of a run of launches, by addresses
+_PLAIN_CALLS = 4  # calls before the first recording, which pays after some ten replays: rare shapes are never recorded
+_RECORDINGS = 4  # at most, until two in a row agree
+_MOST_BYTES = 4 << 30  # the most that a recorded call may allocate
+_SPARE = 2  # memory that must be free for a recording, as a multiple of what the call allocates
+_KEPT = 1024  # calls that are remembered, at most
+_LARGE = 16 << 20  # bytes from which on memory is allocated at its first use and freed after its last one
+_GRAPHS = 256  # of a run of launches, one for each set of addresses
 _ALL_GRAPHS = 4096  # of this process; their memory is the driver's
-_ALIGNED = 16  # bytes, to which kernels have variants
+_ALIGNED = 16  # bytes; kernels have variants for addresses that are multiples of it
 _PART_BYTES = 512  # to which torch aligns memory
 _TRITON_LAUNCH = "mxep.ops.runtime.launch"  # loads Triton, so only launchers import it
 _log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ _like: Callable[[Tensor], tuple] = attrgetter("shape", "dtype", "device", "requi
 
 
 class _Fill:
-    """Zeros in the memory of a slot."""
+    """Fills the memory of a slot with zeros."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.slots, self._of = {allocation.slot}, allocation
@@ -80,7 +81,7 @@ _Launch = KernelLaunch | TritonLaunch | _Fill
 
 
 class _Run:
-    """Launches that follow each other.  Where their addresses were the same before, they are one CUDA graph.
+    """Consecutive launches.  With the addresses of an earlier call they run as one CUDA graph.
 
     Torch's allocator gives a training step the addresses of the step before, so this is the rule.
     """
@@ -121,7 +122,7 @@ class _Run:
 
 
 class _OperatorCall:
-    """An operator of torch."""
+    """Calls an operator of torch."""
 
     def __init__(self, operator: Operator) -> None:
         self.slots, self._of, self._arguments = operator.slots, operator, maker(operator.arguments)
@@ -135,14 +136,14 @@ class _OperatorCall:
 
 
 def _place(steps: Sequence[Step], temporaries: dict[int, int]) -> tuple[dict[int, int], int]:
-    """Where in one allocation the memory of slots (with their bytes) can be, so that those in use at a time do not overlap; its size."""
+    """Offsets of slots (with their bytes) in one allocation, such that slots in use at the same time do not overlap; and its size."""
     first = {step.slot: i for i, step in enumerate(steps) if isinstance(step, Allocation)}
     last = {slot: i for i, step in enumerate(steps) for slot in step.slots}
     placed: dict[int, int] = {}
     for slot in sorted(temporaries, key=lambda slot: -temporaries[slot]):
-        beside = [other for other in placed if first[other] <= last[slot] and first[slot] <= last[other]]
+        at_the_same_time = [other for other in placed if first[other] <= last[slot] and first[slot] <= last[other]]
         offset = 0
-        for other in sorted(beside, key=placed.__getitem__):
+        for other in sorted(at_the_same_time, key=placed.__getitem__):
             if offset + temporaries[slot] <= placed[other]:
                 break
             offset = max(offset, placed[other] + temporaries[other])
@@ -151,7 +152,7 @@ def _place(steps: Sequence[Step], temporaries: dict[int, int]) -> tuple[dict[int
 
 
 class _Allocate:
-    """A slot's own memory."""
+    """Allocates a slot's own memory."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.slots, self._slot = {allocation.slot}, allocation.slot
@@ -184,11 +185,10 @@ def _packed(template: Any, slot: int, placed: dict[int, int], allocations: dict[
 
 
 class _Sequence:
-    """What a recorded call did, ready to be done again.
+    """A recorded call that can be replayed.
 
-    Memory that launches alone use is one allocation, and if `packs` what only backward reads is another.  Results, what operators of torch
-    use, and all that is large have memory of their own; what is large is there from its first use to its last one, as in the call that was
-    recorded.
+    Memory that only launches use is one allocation; with `packs`, what only backward reads is another.  Results, what operators of torch
+    use, and everything large have memory of their own.  Large memory exists from its first use to its last one, as in the recorded call.
     """
 
     def __init__(self, recorder: CallRecorder, num_given: int, results: Any, packs: bool) -> None:
@@ -260,14 +260,14 @@ class _Calls:
     """Calls of one function with like tensors: how often it ran, and what was recorded."""
 
     def __init__(self, packs: bool) -> None:
-        self._packs = packs  # what is left to backward
+        self._packs = packs  # whether what only backward reads becomes one tensor
         self.plain, self.recordings, self._bytes = 0, 0, 0
         self.last: _Sequence | None = None
         self.sequence: _Sequence | None = None  # once two recordings agree
         self.problem: str | None = None  # of the last recording
 
     def run(self, function: Callable[[], Any], given: _Given, device: torch.device) -> Any:
-        """Run it as it is, and after some times note what it does."""
+        """Run it as it is; after a few calls, also record what it does."""
         if self.recordings >= _RECORDINGS:
             return function()
         if self.plain < _PLAIN_CALLS:
@@ -326,7 +326,7 @@ def _free(device: torch.device) -> int:
 
 
 class _Given:
-    """The tensors of a call, and all that a function reads of its arguments but for their values.
+    """The tensors of a call, and the facts about its arguments that its function may depend on: all but their values.
 
     Raises KeyError for an argument that cannot be replayed.
     """
@@ -373,8 +373,8 @@ def _runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == nvrtc.current_gpu()
 
 
-def _watched(device: torch.device) -> bool:
-    """Whether something wants to see the operators, records gradients or a graph, or checks values."""
+def _cannot_replay_now(device: torch.device) -> bool:
+    """Whether a mode, a profiler or a hook has to see each operator, gradients or a graph are recorded, or values are checked."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or (torch._C._len_torch_function_stack() and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()))
@@ -383,26 +383,26 @@ def _watched(device: torch.device) -> bool:
         or torch.is_grad_enabled()
         or is_capturing()
         or checking(device)
-        or ((triton := sys.modules.get(_TRITON_LAUNCH)) is not None and triton.is_watched())
+        or ((triton := sys.modules.get(_TRITON_LAUNCH)) is not None and triton.has_launch_hooks())
     )
 
 
 def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -> Any:
-    """`function(options, *arguments)`, by what it did to the device in earlier calls where that is known.
+    """`function(options, *arguments)`, replayed if earlier calls with tensors of the same shapes and layouts were recorded.
 
     Args:
         function: works on the device alone, on the current stream, without gradients; what it does and returns depends on its options and
             on `_Given.facts` of its tensors.  It launches by `Kernel.run`, `mxep.ops.runtime.launch.launch` or operators of torch, or
-            calls `nvrtc.unrecorded`.  It writes into no argument that another argument's memory overlaps.  It lives as long as
-            its module.  A forward may return a `ForBackward`, which its backward takes.
+            calls `nvrtc.unrecorded`.  It writes into no argument that another argument's memory overlaps.  It is the same object
+            in every call.  A forward may return a `ForBackward`, which its backward takes.
         options: what else it reads; options that are equal are of the same types too.
         arguments: tensors, MX tensors, numbers, and tuples and lists of them; the first is a tensor.
 
     Returns:
-        its results: these too, and other objects that depend on the options alone.
+        the function's results: the same types, and other objects that depend on the options alone.
     """
     device = arguments[0].device
-    if torch.compiler.is_compiling() or not _runs_on(device) or _watched(device):
+    if torch.compiler.is_compiling() or not _runs_on(device) or _cannot_replay_now(device):
         return function(options, *arguments)
     packs = torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # hooks want the same tensors in every call
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)

@@ -94,7 +94,7 @@ class TransposingTile:
 
     @property
     def shared_bytes(self) -> int:
-        """One or two tiles of e4m3; scales of the columns of all steps, and of the rows of the steps across, 4 bytes apart."""
+        """Bytes: one or two tiles of e4m3; scales of the columns of all steps, and of the rows of the steps across, 4 bytes apart."""
         down, across = self.steps
         scales = across * self.columns * (down * self.row_warps + 4)
         if self.both:
@@ -114,7 +114,7 @@ class WeightTile:
 
     Attributes:
         row_warps, column_warps, min_blocks: as in `TransposingTile`.
-        lag: by how many tiles more than a group quantising comes after the search for exponents: as many as run at the same time.
+        lag: quantising follows the search for exponents by a group's tiles and this many more, which run at the same time.
     """
 
     row_warps: int
@@ -128,7 +128,7 @@ class WeightTile:
         return 32 * self.row_warps * self.column_warps
 
     def shared_bytes(self, forms: int) -> int:
-        """A tile of e4m3 for each form, and an exponent for each row and column."""
+        """Bytes: a tile of e4m3 for each form, and an exponent for each row and column."""
         rows, columns = 32 * self.row_warps, 128 // self.item_bytes * self.column_warps
         return forms * rows * columns + 4 * (rows + columns)
 

@@ -48,7 +48,7 @@ def _kernel(out_dtype: torch.dtype, accumulate: bool, skip: bool) -> Kernel:
 def _arguments(
     T: int, N: int, K: int, G: int, grad: int, grad_row: int, a: int, a_row: int, ends: int, out: int, is_bf16: bool
 ) -> Arguments:
-    """Of addresses and row strides."""
+    """Packed arguments, from addresses and row strides."""
     grad_map = tensor_map(_OPERAND, grad, T, N, grad_row)
     out_map = tensor_map(_OUT, out, G * N, K, K) if is_bf16 else grad_map  # grad_map: not used
     return Arguments(grad_map, tensor_map(_OPERAND, a, T, K, a_row), out_map, _WgradProblem(ends, out, G, T, N, K))

@@ -70,7 +70,10 @@ def forward_arguments(
     M: int, N: int, K: int, G: int, a: int, a_row: int, a_scale: int, block_scale: int, block_scale_row: int, b: int, b_scale: int,
     ends: int, out: int, is_bf16: bool, inner: int, lora_b: int,
 ) -> Arguments:  # fmt: skip
-    """Of addresses; `a_row` and `block_scale_row` are strides, block_scale is 0 for rows without any, inner and lora_b without adapters."""
+    """Packed arguments, from addresses: block_scale 0 for rows without any, inner and lora_b 0 without an adapter.
+
+    `a_row` and `block_scale_row` are strides.
+    """
     a_map = tensor_map(_OPERAND, a, M, K, a_row)
     return Arguments(
         a_map,
@@ -88,6 +91,7 @@ def wgrad_arguments(
     T: int, N: int, K: int, G: int, grad: int, grad_row: int, grad_scale: int, a: int, a_row: int, a_scale: int, ends: int, order: int,
     out: int, is_bf16: bool,
 ) -> Arguments:  # fmt: skip
+    """Packed arguments, from addresses; `grad_row` and `a_row` are strides."""
     grad_map = tensor_map(_OPERAND, grad, N, T, grad_row)
     return Arguments(
         grad_map,

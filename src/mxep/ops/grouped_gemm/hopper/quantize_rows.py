@@ -28,7 +28,7 @@ _SHARED_BYTES = 227 * 1024  # of a block, on Hopper
 
 
 def shared_bytes(rows: int, width: int) -> int:
-    """Of so many rebased rows: codes, an exponent for 32 of them, a target for 128."""
+    """Bytes of shared memory for so many rebased rows: codes, an exponent for each 32 of them, a target exponent for each 128."""
     return rows * (width + 5 * cdiv(width, BLOCK_128))
 
 

@@ -64,7 +64,7 @@ def _kernel(item_bytes: int, rowwise: bool, columnwise: bool, rounds: bool, scal
 def _arguments(
     weights: _Parts, scales: _Parts, split: int, R: int, C: int, G: int, q: int, qt: int, words: int, scale_words: tuple[int, int]
 ) -> Arguments:
-    """Of the weights and of their scales; the words after the results' scales are `seen` (G,) and `turn`."""
+    """Packed arguments, from the weights and their scales; the words after the results' scales are `seen` (G,) and `turn`."""
     scale_t, seen = words + 4 * scale_words[0], words + 4 * sum(scale_words)
     results = _Results(q or None, qt or None, words, scale_t, seen + 4 * G, seen)
     weight = _Weight(*(_Part(*part) for part in weights), split, R, C, G)

@@ -166,7 +166,7 @@ class _Scales(ctypes.Structure):  # struct Scales of token_plan.cu
 
 
 class TokenRows(NamedTuple):
-    """What the variants of the token kernels depend on, of one operand."""
+    """The properties of one operand that the token kernels are compiled for."""
 
     width: int
     words: bool  # scales can be read four at a time
@@ -209,7 +209,7 @@ def _token_arguments(
     K: int, N: int, M: int, G: int, offs: int, from_a: _Source, from_g: _Source, a: int, a_scale: int, grad: int,
     grad_scale: int, scratch: int,
 ) -> tuple[Arguments, Arguments, Arguments]:  # fmt: skip
-    """Of token_plan, token_maxima and rebase_tokens, by address."""
+    """Packed arguments of token_plan, token_maxima and rebase_tokens, from addresses."""
     parts = _scratch_parts(K, N, M, G)
     tiles, max_a, max_g, moved_a, moved_g, g_gives, ends, order = (scratch + 4 * start for start in parts[:-1])
     num_tiles = M // BLOCK_128 + G
@@ -253,7 +253,7 @@ class TokenPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=_KEPT)
 def token_plan(M: int, K: int, N: int, G: int, words_a: bool, words_g: bool, mapped_a: bool, mapped_g: bool, walk: bool) -> TokenPlan:
-    """Of M tokens; words, mapped: as in `TokenRows`; walk: most tokens may be in no group."""
+    """The plan for M tokens; words, mapped: as in `TokenRows`; walk: most tokens may be in no group."""
     num_tiles = M // BLOCK_128 + G  # a group adds at most one tile that is not full
     num_tokens = BLOCK_128 * num_tiles
     sizes = N * num_tokens, K * num_tokens, 4 * G * N, 4 * G * K
@@ -294,8 +294,11 @@ def launch_tokens(plan: TokenPlan, memory: int, grad: _Rows, a: _Rows, offs: tor
 
 @functools.lru_cache(maxsize=_KEPT)
 def _scratch_parts(K: int, N: int, M: int, G: int) -> tuple[int, ...]:
-    """Where in the scratch words, at multiples of 16 bytes, what only the kernels share begins: tiles (num_tiles, 4), the tables of maxima
-    of a and of g, what moves a's and g's tokens (bytes), which operand gives (G,), ends (G,), order (G,); and where all ends."""
+    """Starts of the parts of the scratch memory, in words and at multiples of 16 bytes; at last its end.
+
+    The parts: tiles (num_tiles, 4), the tables of maxima of a and of g, the moved exponents of a's and g's tokens (bytes), which operand's
+    exponents move (G,), ends (G,), order (G,).
+    """
     num_tiles = M // BLOCK_128 + G
     sizes = (4 * num_tiles, G * K // MX_BLOCK, G * N // MX_BLOCK, *[BLOCK_128 // 4 * num_tiles] * 2, G, G, G)
     return tuple(itertools.accumulate((round_up(size, 4) for size in sizes), initial=0))

@@ -1,4 +1,4 @@
-"""MX operands for FP8 tensor cores that know no block scales: exponents rebased, exactly where e4m3 has the room.
+"""MX operands for FP8 tensor cores without block scales: exponents are rebased, exactly where e4m3 has the range.
 
 An MX scale is a power of two, so a block's e4m3 values times 2^(own exponent - a common exponent) are the same numbers unless they fall
 into e4m3's subnormals.  Forward and dgrad rebase along a row (`rebase_rows`), wgrad along the tokens of a group (`rebase_tokens`).
@@ -206,7 +206,7 @@ def quantize_rows(x: torch.Tensor, scaling_mode: str, granularity: str, mx: bool
 
 
 def rebase_weight(qdata: torch.Tensor, scale: torch.Tensor) -> RebasedWeight:
-    """A grouped weight with one exponent per output column (whole rows of (G, N, K): weights are tame).
+    """A grouped weight with one exponent per output column (whole rows of (G, N, K): exponents of a weight spread little).
 
     Args:
         qdata: (G, N, K) float8_e4m3fn.  scale: (G, N, K/32) float8_e8m0fnu.
@@ -293,12 +293,15 @@ def dequantize_rows(rows: RebasedRows) -> torch.Tensor:
 
 
 def changed_values(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows, row_map: torch.Tensor | None = None) -> torch.Tensor:
-    """How many values a rebase of (qdata, scale) changed: 0-dim int64 on their device. For debugging: float32 copies of everything."""
+    """The number of values that a rebase of (qdata, scale) changed: 0-dim int64 on their device.
+
+    For debugging: it makes float32 copies of everything.
+    """
     return _changed(qdata, scale, rows, row_map).sum()
 
 
 def changed_rows(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows) -> torch.Tensor:
-    """In how many rows a rebase of (qdata, scale) changed a value: 0-dim int64, as `changed_values`."""
+    """The number of rows in which a rebase of (qdata, scale) changed a value: 0-dim int64, as `changed_values`."""
     return _changed(qdata, scale, rows, None).any(-1).sum()
 
 
@@ -311,7 +314,7 @@ def _changed(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows, row_ma
 
 
 def _takes_part(own: torch.Tensor) -> torch.Tensor:
-    """By the scale alone: neither an all-zero block (0) nor a NaN block (0xFF)."""
+    """Which blocks count, by their scale: neither blocks of zeros (0) nor NaN blocks (0xFF)."""
     return (own > 0) & (own < E8M0_NAN)
 
 
@@ -398,7 +401,7 @@ def rebase_tokens(
 def changed_token_values(
     qg: torch.Tensor, sg: torch.Tensor, qa: torch.Tensor, sa: torch.Tensor, offs: torch.Tensor, tokens: RebasedTokens
 ) -> torch.Tensor:
-    """How many values of both operands of a wgrad `rebase_tokens` changed: 0-dim int64 on their device.
+    """The number of values of a wgrad's operands that `rebase_tokens` changed: 0-dim int64 on their device.
 
     For debugging: float64 copies of a group, and a host sync.  Arguments as in `rebase_tokens`, without maps; `tokens` is its result.
     """

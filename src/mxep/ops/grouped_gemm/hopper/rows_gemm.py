@@ -1,7 +1,7 @@
 """Rows through an FP8 GEMM by one call on the host: plain rows, MX rows, and rows that their producer has rebased.
 
-The GEMM reads rebased rows.  Those that this file makes live between two launches alone, so they are one allocation without tensors of its
-parts.  Every function has a plan (`mxep.ops.runtime.plans`), and falls back to one launcher after the other where it has none.
+The GEMM reads rebased rows.  Rows that this file rebases exist only between two launches, so they are one allocation, and its parts are
+addresses and no tensors.  Every function has a plan (`mxep.ops.runtime.plans`).  Without a plan it calls one launcher after the other.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _rest(
 
 
 def _plan(M: int, K: int, device: torch.device, block_scales: bool, rest: _Rest, first: Kernel | None, blocks: int) -> _RowsPlan | None:
-    """Of M rows of K values; None unless the weight and all else belong to them and are read as they are."""
+    """The plan for M rows of K values; None unless the weight and all other operands fit and are read as they are."""
     qb, sb, offs, inner, lora_b, contiguous, out_dtype, padding_rows = rest
     skip = check_padding_rows("grouped_mm_mx", padding_rows)
     if len(qb[0]) != 3 or not contiguous or out_dtype not in _DTYPES:
@@ -211,7 +211,7 @@ def rebase_grouped_mm(
     inner: torch.Tensor | None = None,
     lora_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same of MX rows qa (R, K), sa (R, K/32), read through a row_map (M,): `rebase_rows` and `fp8_grouped_mm`, to the bit.
+    """The GEMM of MX rows qa (R, K), sa (R, K/32), read through a row_map (M,): `rebase_rows` and `fp8_grouped_mm`, to the bit.
 
     Args: row_map, max_spread: as in `rebase_rows`.  The others as in `quantize_grouped_mm`.
     """
@@ -258,7 +258,7 @@ def rebased_grouped_mm(
     inner: torch.Tensor | None = None,
     lora_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same of `RebasedRows`: `fp8_grouped_mm`."""
+    """The GEMM of `RebasedRows`: `fp8_grouped_mm`, to the bit."""
     plan, rest = None, _rest(qb, sb, offs, out_dtype, padding_rows, inner, lora_b)
     of_blocks, block_scales = None, (0, 0)
     if block_scale is not None:

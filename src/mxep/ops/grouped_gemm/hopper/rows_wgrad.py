@@ -1,6 +1,6 @@
 """The wgrad of MX rows on FP8 tensor cores: `rebase_tokens`, then `fp8_wgrad`, by one call on the host.
 
-As in quantize_gemm.py, what lives between the launches alone is one allocation, and all that depends on shapes, strides and dtypes is
+As in rows_gemm.py, memory that only the launches use is one allocation.  All that depends on shapes, strides and dtypes is
 checked and made once for each combination of them.
 """
 
@@ -54,7 +54,7 @@ def _plan(
     words_a: bool,
     words_g: bool,
 ) -> _WgradPlan | None:
-    """None for operands that are copied, or refused, and for no token."""
+    """The plan; None for operands that are copied or refused, and without tokens."""
     device = offs[2]
     if not (_fits(grad, device) and _fits(a, device)) or offs[1] != torch.int32 or len(offs[0]) != 1:
         return None
