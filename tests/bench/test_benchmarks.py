@@ -418,6 +418,16 @@ def test_a_busy_host_is_distinguished_from_a_slow_call(monkeypatch: pytest.Monke
     assert facts == {"host_us": {"steady": 10.0, "starved": 12.6, "once": 10.0}, "host_unsteady": ["starved"]}
 
 
+def test_host_time_of_both_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batches(call: Callable[[], object], device: torch.device, batch: int) -> list[float]:
+        call()
+        return [5.0, 5.0, 5.0] if torch.autograd.is_multithreading_enabled() else [2.0, 4.0, 4.0]
+
+    monkeypatch.setattr(timing_module, "host_batches_us", batches)
+    facts = timing_module.host_facts_of({"a": {"": lambda: None}}, CPU, 1)
+    assert facts == {"host_us": {"a": 5.0}, "host_us_calling_thread": {"a": 4.0}, "host_unsteady": ["a"]}
+
+
 def test_runs_that_the_device_reached_first_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     arms = {"a": {"": lambda: None}, "b": {"forward": lambda: None, "backward": lambda: None}}
     assert not any(timing.host_behind for timing in time_arms(arms, CPU, FAST).values()), "a host never waits for itself"

@@ -363,7 +363,7 @@ def test_bad_input_is_named():
         (lambda: kernels.activate(x, "interleaved", "rceil", False, x), r"scores are \(4, 64\)"),
         (lambda: kernels.activate_backward(x[:, :32], x, "interleaved", "rceil", offs=x), r"offs are \(4, 64\) torch.float32"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(2)), r"offs \(2,\)"),
-        (lambda: kernels.add_group_bias(x.t(), x.t(), torch.zeros(64)), "with rows of stride 1"),
+        (lambda: kernels.add_group_bias(x.t(), x.t(), torch.zeros(64)), r"rows of strides \(1, 64\)"),
         (lambda: kernels.add_group_bias(x, x, torch.zeros(4), x), r"add_group_bias: scores are \(4, 64\)"),
         (lambda: kernels.group_bias_grads(x, torch.zeros(2), x), r"group_bias_grads: rows .* offs \(2,\)"),
         (lambda: kernels.group_bias_grads(x, torch.zeros(4), None, x), r"group_bias_grads: scores are \(4, 64\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -96,6 +97,26 @@ def test_a_result_that_is_all_of_its_memory_is_allocated_as_it_is() -> None:
     assert [result._is_view() for result in results] == [False, False, True, True]
     assert results[0].stride() == (1, 2)
     assert results[1].data_ptr() == results[2].data_ptr()
+
+
+def test_results_that_share_memory_in_every_order() -> None:
+    def cut(x: Tensor) -> tuple[Tensor, ...]:
+        return x.view(torch.uint8)[:8], x.view(4, 4).t(), x[4:8], x.view(2, 8), x.view(2, 8)
+
+    for order in itertools.permutations(range(5)):
+        replay._calls.clear()
+
+        def function(options: str, x: Tensor, order: tuple[int, ...] = order) -> tuple[Tensor, ...]:
+            parts = cut(doubled(x))
+            return tuple(parts[i] for i in order)
+
+        def want(x: Tensor, order: tuple[int, ...] = order) -> tuple[Tensor, ...]:
+            parts = cut(2 * x)
+            return tuple(parts[i] for i in order)
+
+        results = check(function, lambda i: (torch.arange(16.0) + i,), want)
+        assert len({result.untyped_storage()._cdata for result in results}) == 1
+        assert len(set(map(id, results))) == 5, "each one is an object of its own"
 
 
 def test_tensors_in_one_storage() -> None:

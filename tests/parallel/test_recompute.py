@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from tests.test_blocks import Block, Count, D
 from tests.truth import assert_same
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from mxep.grouped_mm.dense import DenseLora, dense_mm
+from mxep.grouped_mm.function import expert_mm
 from mxep.grouped_mm.products import Weights
 from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig, fused_experts
+from mxep.moe.expert_mlp import ExpertLora, ExpertWeights
 from mxep.moe.experts import Experts
+from mxep.moe.ffn import expert_ffn
 from mxep.parallel import Recompute, compile_blocks, recompute_blocks
+from mxep.recipe import resolve_recipe
 
 RUNTIMES = {
     "as it is": RuntimeEPConfig(),
@@ -116,6 +123,53 @@ def test_experts_alone() -> None:
     assert calls["grouped_mm_mx"] - plain["grouped_mm_mx"] == 1
     assert calls["activate"] == plain["activate"]
     assert (plain["add_group_bias"], calls["add_group_bias"]) == (2, 3), "the first product's runs again with it"
+
+
+def _kept(operators: list[str]) -> Callable[[], tuple]:
+    """Contexts of a checkpoint that keeps the results of these operators."""
+    kept = {getattr(torch.ops.mxep, name).default for name in operators} | {torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
+
+    def policy(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+@pytest.mark.parametrize(
+    ("what", "recipe"),
+    [
+        *(("bias", recipe) for recipe in ("hp", "mxfp8_gemm", "mxfp8")),
+        *(("experts", recipe) for recipe in ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx")),
+        *(("an adapter of experts", recipe) for recipe in ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx")),
+        *(("a linear layer and its adapter", recipe) for recipe in ("hp", "mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx")),
+    ],
+)
+def test_kept_results_are_not_written_to(what: str, recipe: str) -> None:
+    """What a GEMM returned is kept by the checkpoint; a bias or an adapter that is added in place would be added twice."""
+    torch.manual_seed(0)
+    w1, w2, b1, b2 = (torch.randn(shape) / 8 for shape in ((2, 2 * H, D), (2, D, H), (2, 2 * H), (2, D)))
+    lora = [torch.randn(shape) / 8 for shape in ((2, 8, D), (2, 2 * H, 8), (2, 8, H), (2, D, 8))]
+    x, ends, of = torch.randn(64, D), torch.tensor([32, 64], dtype=torch.int32), resolve_recipe(recipe)
+    functions: dict[str, Callable[..., Tensor]] = {
+        "bias": lambda x, w1, w2, b1, b2, *lora: expert_mm(x, w1, ends, of, bias=b1),
+        "experts": lambda x, w1, w2, b1, b2, *lora: expert_ffn(x, ExpertWeights(w1, w2, None, b1, b2), ends, of),
+        "an adapter of experts": lambda x, w1, w2, b1, b2, *lora: expert_ffn(
+            x, ExpertWeights(w1, w2, None, b1, b2, lora=ExpertLora(*lora)), ends, of
+        ),
+        "a linear layer and its adapter": lambda x, w1, w2, b1, b2, a, b, *rest: dense_mm(x, w1[0], b1[0], of, None, DenseLora(a[0], b[0])),
+    }
+    leaves = [leaf.requires_grad_() for leaf in (x, w1, w2, b1, b2, *lora)]
+
+    def run(x: Tensor, *rest: Tensor) -> Tensor:
+        return functions[what](x, *rest).sin()
+
+    want = torch.autograd.grad(run(*leaves).square().sum(), leaves, allow_unused=True)
+    context = _kept(["grouped_mm_mx", "grouped_mm_hp"])
+    got = torch.autograd.grad(checkpoint(run, *leaves, use_reentrant=False, context_fn=context).square().sum(), leaves, allow_unused=True)
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert_same(a, b)
 
 
 def test_given_choices() -> None:

@@ -281,7 +281,9 @@ def host_facts_of(arms: Mapping[str, Arm], device: torch.device, batch: int) -> 
     calls = {name: partial(run_arm, arm) for name, arm in arms.items()}
     found = host_facts(calls, device, batch)
     with torch.autograd.set_multithreading_enabled(False):
-        return found | {"host_us_calling_thread": host_facts(calls, device, batch)["host_us"]}
+        own = host_facts(calls, device, batch)
+    unsteady = [name for name in calls if name in (*found["host_unsteady"], *own["host_unsteady"])]
+    return found | {"host_us_calling_thread": own["host_us"], "host_unsteady": unsteady}
 
 
 def host_batches_us(call: Call, device: torch.device, batch: int) -> list[float]:

@@ -27,6 +27,7 @@ from mxep.mx.rows import unflatten_rows
 from mxep.mx.tensor import MXTensor, dequantize_data, reject_graph_output
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
+from mxep.ops.runtime.replay import writable
 from mxep.recipe import Recipe
 from mxep.shapes import MX_BLOCK
 
@@ -127,7 +128,7 @@ class _DenseMM(torch.autograd.Function):
             ends = _group_end(rows)
             out, saved = multiply(ctx, rows, w, ends, bias, gemm, kept=kept, lora=lora if fused else None, bias_in_gemm=True)
         if lora is not None and not fused:
-            out.addmm_(lora[0], lora[1][0].t())
+            out = writable(out).addmm_(lora[0], lora[1][0].t())
         ctx.save_for_backward(ends, *of_adapter, *saved)
         return out if x.dim() == 2 else unflatten_rows(out, x.shape[:-1])
 

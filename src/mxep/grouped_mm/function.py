@@ -39,7 +39,7 @@ from mxep.mx.tensor import MXTensor, dequantize_data, reject_graph_output
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import CachedWeight
 from mxep.ops.runtime.for_backward import ForBackward
-from mxep.ops.runtime.replay import replayed
+from mxep.ops.runtime.replay import replayed, writable
 from mxep.recipe import KernelPreference, Recipe, ScaleCalculationMode, resolve_recipe, scaling_mode_name
 from mxep.shapes import MX_BLOCK, round_up
 
@@ -70,7 +70,7 @@ def _pad_map(offs: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _of_groups(w: torch.Tensor) -> torch.Tensor:
-    """w as (G, N, K); a dense layer's (N, K) is one group. A frozen weight bypasses torch's dispatcher, which costs as much as a launch."""
+    """w as (G, N, K); a dense layer's (N, K) is one group. Frozen weights bypass torch's dispatcher, which is as slow as a launch."""
     if w.dim() == 3:
         return w
     return w._like(w.qdata.unsqueeze(0), w.scale.unsqueeze(0), kept=w.kept) if isinstance(w, MXWeight) else w.unsqueeze(0)
@@ -91,7 +91,7 @@ def multiply(
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
     """Forward of an autograd function: rows a (M, K) times weights w (G, N, K) -> (M, N), and what is saved for `gradients`.
 
-    With one group w may be (N, K), and its gradient is.
+    With one group w may be (N, K); its gradient is then (N, K) too.
     `lora`: as in `multiply_rows`.  `bias_in_gemm`: without an adapter the GEMM adds the bias before it rounds, if it `adds_lora`.
     """
     # dgrad multiplies on the path of a's dtype.  A frozen weight keeps no second form.
@@ -132,6 +132,7 @@ def _multiply(
     # For wgrad: rows and not their padded copy (the map is small and the copy is not), or the MX bytes that it will multiply.
     saved = ForBackward((*saved_tensors(operand), pad_map, None if pad_map is None else ends, *dgrad_form))
     if bias is not None:
+        out = writable(out)
         add_bias(out, bias, offs)
     return out, saved
 

@@ -28,6 +28,7 @@ from mxep.mx.weight_cache import CachedWeight
 from mxep.operators import direct
 from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows
 from mxep.ops.grouped_gemm.reference import FUSED_RANK, fuses_lora
+from mxep.ops.runtime.replay import writable
 
 Bytes = tuple[Tensor, Tensor]  # qdata, scale; of a weight also the parts of `RebasedWeight`
 SavedForm = tuple[Tensor | None, Tensor | None]  # dgrad's form of a weight, which forward has made: data and scale, or None of both
@@ -488,6 +489,8 @@ def rows_gemm(
         factors = bias_product(bias, weights.gemm, num_rows)
         bias = bias if factors is None else None
     out = _gemm(rows, weights, which, offs, row_map, padding_rows, factors)
+    if (lora is not None and inner is None) or bias is not None:
+        out = writable(out)
     if lora is not None and inner is None:
         inner = direct.add_group_lora(out, lora.x, lora.a, lora.b, offs, lora.row_map)
     if bias is not None:

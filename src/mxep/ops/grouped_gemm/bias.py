@@ -159,7 +159,7 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, s
     """Add to rows, in place, their group's bias, which is rounded to rows' dtype first.
 
     Args:
-        rows: (M, N) bf16 or float32, rows of stride 1; those after the last group stay as they are.  bias: (G, N) bf16 or float32.
+        rows: (M, N) bf16 or float32, each row contiguous; those after the last group stay as they are.  bias: (G, N) bf16 or float32.
         offs: (G,) int32 or int64 END rows of the groups on the device.
         scores: (M,) float32, contiguous, factors of the bias in each row.
     """

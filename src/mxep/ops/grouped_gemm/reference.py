@@ -390,12 +390,14 @@ def check_bias_scores(where: str, scores: torch.Tensor | None, num_rows: int) ->
 
 def check_add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, scores: torch.Tensor | None) -> None:
     """Raise ValueError for what `add_group_bias` cannot take."""
-    fits = rows.dim() == 2 and rows.stride(1) == 1 and offs.dim() == 1 and bias.shape == (offs.shape[0], rows.shape[1])
+    fits = rows.dim() == 2 and offs.dim() == 1 and bias.shape == (offs.shape[0], rows.shape[1])
     if not fits or rows.dtype not in _BIAS_DTYPES or bias.dtype not in _BIAS_DTYPES:
         raise ValueError(
             f"add_group_bias: rows {tuple(rows.shape)} {rows.dtype}, bias {tuple(bias.shape)} {bias.dtype}, offs {tuple(offs.shape)}, "
-            "want (M, N) with rows of stride 1, (G, N), (G,), bfloat16 or float32"
+            "want (M, N), (G, N), (G,), bfloat16 or float32"
         )
+    if rows.numel() and (rows.stride(1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < rows.shape[1])):
+        raise ValueError(f"add_group_bias: rows of strides {rows.stride()}, want contiguous rows that do not overlap; copy them first")
     check_bias_scores("add_group_bias", scores, rows.shape[0])
 
 
@@ -409,7 +411,7 @@ def add_group_bias(rows: torch.Tensor, bias: torch.Tensor, offs: torch.Tensor, s
     """Add to rows, in place, their group's bias, which is rounded to rows' dtype first; in float32, rounded once.
 
     Args:
-        rows: (M, N) bf16 or float32, rows of stride 1; those after the last group stay as they are.  bias: (G, N) bf16 or float32.
+        rows: (M, N) bf16 or float32, each row contiguous; those after the last group stay as they are.  bias: (G, N) bf16 or float32.
         offs: (G,) int32 or int64 END rows of the groups.
         scores: (M,) float32, factors of the bias in each row; the product is rounded to float32 before it is added.
     """

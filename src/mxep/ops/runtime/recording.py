@@ -51,7 +51,7 @@ class View:
             return base
         dtype, shape, strides, offset = self.layout
         if base.dtype.itemsize != dtype.itemsize:  # as bytes, whole values of them
-            flat = base.view(-1).view(torch.uint8)
+            flat = base.as_strided((base.numel(),), (1,)).view(torch.uint8)
             base = flat[: flat.numel() // dtype.itemsize * dtype.itemsize]
         base = base if base.dtype == dtype else base.view(dtype)
         return base.as_strided(shape, strides, base.storage_offset() + offset)
@@ -228,6 +228,12 @@ class _Slot:
         self.end = self.first + storage.nbytes()
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its values are neighbours in memory, in any order of its dimensions."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() in (0, 1 + last)
+
+
 def _layout(tensor: Tensor) -> tuple:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -272,12 +278,12 @@ class CallRecorder(TorchDispatchMode):
         return found[0], address - self.slots[found[0]].address
 
     def view(self, tensor: Tensor, is_result: bool = False) -> View:
-        """The tensor as a view of a slot.  A result that is another object than an argument stays another one, whatever its layout."""
+        """The tensor as a view of a slot.  A result that is another object than an argument, or than another result, stays another one."""
         storage, layout = tensor.untyped_storage()._cdata, _layout(tensor)
         of_storage = [number for number, slot in enumerate(self.slots) if slot.storage == storage]
         for number in of_storage:
             own = self.slots[number].tensor
-            if layout == _layout(own) and not (is_result and number < self._num_given and tensor is not own):
+            if layout == _layout(own) and (not is_result or tensor is own):
                 self._own_results |= {number} if is_result else set()
                 return View(number)
         if is_result and self._allocates_as(tensor, of_storage):
@@ -285,18 +291,18 @@ class CallRecorder(TorchDispatchMode):
         for number in of_storage:
             base = self.slots[number].tensor
             first, same_size = base.storage_offset(), tensor.element_size() == base.element_size()
-            if (same_size and layout[-1] >= first) or (base.is_contiguous() and not first):
+            if (same_size and layout[-1] >= first) or (_is_dense(base) and not first):
                 return View(number, *layout[:-1], layout[-1] - first)
         raise NotReplayableError(f"a {tuple(tensor.shape)} {tensor.dtype} that is no view of what it was given or has made")
 
     def _allocates_as(self, result: Tensor, slots: list[int]) -> bool:
-        """Give an allocation the layout of a result, so that no call makes a view of it; returns whether that was possible.
+        """Give the memory of a result the result's own layout, so that no call makes a view of it; returns whether it has that now.
 
-        It is if the result is all of that memory, only launches fill it, and it is no other result.
+        It has if `slots`, those of its storage, are one allocation that the result fills, that no operator of torch uses, and that is not
+        returned in its first layout.
         """
-        spanned = 1 + sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
         of_operators = set[int]().union(*(step.slots for step in self.steps if isinstance(step, Operator)))
-        if result.storage_offset() or result.numel() != spanned or self._own_results | of_operators >= set(slots):
+        if result.storage_offset() or not _is_dense(result) or self._own_results | of_operators >= set(slots):
             return False
         for i, step in enumerate(self.steps):
             if isinstance(step, Allocation) and [step.slot] == slots and step.nbytes == result.nbytes:

@@ -387,6 +387,15 @@ def _cannot_replay_now(device: torch.device) -> bool:
     )
 
 
+def writable(result: Tensor) -> Tensor:
+    """What an operator has returned, for writes in place: a copy under a dispatch mode that may hold it, else the tensor itself.
+
+    Selective checkpointing holds the results that its policy keeps.  Backward would read from them what is written here.
+    """
+    held = torch._C._len_torch_dispatch_stack() and type(result) is Tensor and nvrtc.recorder_here() is None
+    return result.clone() if held else result
+
+
 def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -> Any:
     """`function(options, *arguments)`, replayed if earlier calls with tensors of the same shapes and layouts were recorded.
 
