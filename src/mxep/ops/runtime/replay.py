@@ -22,9 +22,11 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from mxep.device import checking, is_capturing
 from mxep.mx.tensor import MXTensor
@@ -61,6 +63,10 @@ _ALIGNED = 16  # bytes; kernels have variants for addresses that are multiples o
 _PART_BYTES = 512  # to which torch aligns memory
 _TRITON_LAUNCH = "mxep.ops.runtime.launch"  # loads Triton, so only launchers import it
 _log = logging.getLogger(__name__)
+# Selective checkpointing's modes, of forward and of the recomputation; in a torch that names them otherwise, any mode.
+_KEEPS_RESULTS = tuple(
+    getattr(torch.utils.checkpoint, name, TorchDispatchMode) for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+)
 _like: Callable[[Tensor], tuple] = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -388,12 +394,13 @@ def _cannot_replay_now(device: torch.device) -> bool:
 
 
 def writable(result: Tensor) -> Tensor:
-    """What an operator has returned, for writes in place: a copy under a dispatch mode that may hold it, else the tensor itself.
+    """What an operator has returned, for writes in place: a copy under selective checkpointing, else the tensor itself.
 
     Selective checkpointing holds the results that its policy keeps.  Backward would read from them what is written here.
     """
-    held = torch._C._len_torch_dispatch_stack() and type(result) is Tensor and nvrtc.recorder_here() is None
-    return result.clone() if held else result
+    if not torch._C._len_torch_dispatch_stack() or type(result) is not Tensor:
+        return result
+    return result.clone() if any(isinstance(mode, _KEEPS_RESULTS) for mode in _get_current_dispatch_mode_stack()) else result
 
 
 def replayed(function: Callable[..., Any], options: Hashable, *arguments: Any) -> Any:
