@@ -261,7 +261,7 @@ def _peers_table(record: Record) -> str:
 
 
 def _host_us(record: Record, field: str, arms: Iterable[str]) -> str:
-    """ "-": a record from before there was such a field."""
+    """The arms' microseconds; "-" for a record that is older than the field."""
     return " / ".join(f"{record[field][arm]:.0f}" for arm in arms) if field in record else "-"
 
 

@@ -138,10 +138,10 @@ class WholeRowsTile:
     """How a kernel that holds whole rows in shared memory (rows_in_memory.cuh) cuts a matrix.
 
     Attributes:
-        threads: of a block.
-        batch: pieces of 8 columns that a thread loads before it computes; one of float32.
-        steps: such batches of a thread, at most.
-        min_blocks: on a multiprocessor.
+        threads: of a thread block.
+        batch: how many pieces of 8 columns a thread loads before it computes; always 1 where values are float32.
+        steps: the most batches that a thread computes, unless one row is longer.
+        min_blocks: thread blocks of a multiprocessor for which the compiler leaves registers.
     """
 
     threads: int
@@ -151,7 +151,7 @@ class WholeRowsTile:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 (the tiles live as long as this module)
     def rows(self, width: int) -> int:
-        """Rows of a block that leave the fewest threads idle, as few of them as do.
+        """Rows of a thread block: of the numbers that leave the fewest threads idle, the smallest.
 
         >>> [WholeRowsTile(256, 2, 4, 3).rows(width) for width in (32, 768, 1408, 2048, 14336)]
         [128, 16, 11, 2, 1]
@@ -167,12 +167,13 @@ ACTIVATION = RowTile(elements=2048, columns=256, warps=4)  # what it writes is M
 LANE_COLUMNS = 8  # of a lane of quantize/eight_columns.cuh
 # Of backward.cu: threads of a block, blocks of a multiprocessor, and rows of a lane where bf16 becomes MX alone (else 1).
 ACTIVATION_THREADS, ACTIVATION_MIN_BLOCKS, ACTIVATION_LANE_ROWS = 256, 4, 2
-# Of rebased.cu, forward and gradient.  Times of these and of the next three lines, H200, 2026-11: docs/log.md.
+# Of rebased.cu, forward and gradient.  Times of these tiles, of REBASED_SUM_* and of QUANTIZE_ROWS, H200, 2026-11: docs/log.md.
 ACTIVATE_REBASED, ACTIVATE_BACKWARD_REBASED = WholeRowsTile(256, 2, 4, 4), WholeRowsTile(256, 2, 4, 3)
 # With sums of a group's rows: rows of a block, and those that it takes at a time; most threads of a block; threads of a multiprocessor,
 # fewer of them where values are float32 or a thread has two times 8 columns.
 REBASED_SUM_ROWS, REBASED_SUM_STEP, REBASED_SUM_THREADS, REBASED_SUM_RESIDENT = 128, 16, 384, (768, 512)
-QUANTIZE_ROWS, QUANTIZE_ROWS_WIDEST = WholeRowsTile(256, 4, 2, 5), 32 * 1024  # and the widest rows, of which shared memory holds as many
+# Of quantize_rows.cu.  QUANTIZE_ROWS_WIDEST: the most values of a row that one pass takes; shared memory holds a byte for each.
+QUANTIZE_ROWS, QUANTIZE_ROWS_WIDEST = WholeRowsTile(256, 4, 2, 5), 32 * 1024
 MOVE_WORDS = RowTile(elements=2048, columns=512, warps=4)  # words of at most 4 bytes
 SUM = RowTile(elements=1024, columns=1024, warps=4)  # of the sums; 100 to 105% of a device copy, H200, 2026-11: docs/log.md
 LOSS_COLUMNS, LOSS_WARPS = 8192, 32  # few rows at a time, so that L2 holds what is read twice; ran on H200s, 2026-11, not tuned
