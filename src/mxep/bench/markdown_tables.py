@@ -195,30 +195,29 @@ def experts_table(records: Records) -> str:
 
 
 def transformers_table(records: Records) -> str:
-    """Experts of transformers' models by the adapter, forward + backward, against transformers' own in bf16."""
-    return _transformers(records, transformers.BASELINE, "experts of transformers, forward + backward, against `grouped_mm` in bf16, eager")
+    """Experts of transformers' models by the adapter, forward + backward, against transformers' own in bf16, eager and compiled."""
+    return _transformers(records, "experts of transformers, forward + backward", (transformers.BASELINE, transformers.COMPILED))
 
 
 def transformers_ep_table(records: Records) -> str:
     """The same under expert parallelism."""
-    title = "under expert parallelism, forward + backward, against `all_to_all` around `grouped_mm` in bf16"
-    return _transformers(records, transformers.EP_BASELINE, title)
+    return _transformers(records, "experts under expert parallelism, forward + backward", (transformers.EP_BASELINE,))
 
 
-def _transformers(records: Records, baseline: str, title: str) -> str:
-    ours = transformers.OURS
-    arms = (baseline, *ours)
-    with_memory = any("kept_mib" in record for record in records)
+def _transformers(records: Records, title: str, theirs: Sequence[str]) -> str:
+    pairs = [(arm, their) for their in theirs for arm in transformers.OURS]
+    with_memory = [arm for arm in (*theirs, *transformers.OURS) if any(arm in record.get("kept_mib", ()) for record in records)]
     rows = []
     for record in records:
-        shape = record["shape"]
+        shape, kept = record["shape"], record.get("kept_mib", {})
         sizes = ", ".join(f"{key} {shape[key]}" for key in "DHE")
         tokens = f"{shape['T']} tokens{' a GPU' if record['world_size'] > 1 else ''}"
-        what = f"{record_place(record)}, {record['model']}, {tokens}, {sizes}, top {shape['C']}"
-        kept = " / ".join(f"{record['kept_mib'][arm]:,.0f}" for arm in arms if "kept_mib" in record)
-        rows.append([what, *(_ratio_of_limit(record, f"{arm}_total_vs_{baseline}") for arm in ours), *([kept] if with_memory else [])])
-    memory = f"kept for backward, MiB: {' / '.join(f'`{arm}`' for arm in arms)}"
-    return markdown([title, *(f"`{arm}`: `{ours[arm]}`" for arm in ours), *([memory] if with_memory else [])], rows)
+        row = [f"{record_place(record)}, {record['model']}, {tokens}, {sizes}, top {shape['C']}"]
+        row += [_ratio_of_limit(record, f"{arm}_total_vs_{their}") for arm, their in pairs]
+        rows.append([*row, *([" / ".join(f"{kept[arm]:,.0f}" if arm in kept else "-" for arm in with_memory)] if with_memory else [])])
+    columns = [title, *(f"`{arm}` (`{transformers.OURS[arm]}`) against `{their}`" for arm, their in pairs)]
+    memory = [f"kept for backward, MiB: {' / '.join(f'`{arm}`' for arm in with_memory)}"] if with_memory else []
+    return markdown([*columns, *memory], rows)
 
 
 def peers_tables(records: Records) -> str:

@@ -1,6 +1,7 @@
 """`mxep bench transformers`: experts of Hugging Face transformers by mxep's adapter, against its own grouped GEMMs in bf16.
 
-Arms: `grouped_mm`, transformers' default, in bf16; `mxep`, the adapter with the default recipe, and `mxep_mx`, with wgrad from MX bytes.
+Arms: `grouped_mm`, transformers' default, in bf16; `grouped_mm_compiled`, the same under torch.compile; `mxep`, the adapter with the default
+recipe, and `mxep_mx`, with wgrad from MX bytes.
 All of them get tokens, the chosen experts and scores and return weighted sums, so the times include sorting and summing, and in every call
 the quantisation of weights.  Backward is `y.backward(dy)` and ends in the parameters' `.grad`.  The limit is one dense GEMM for every
 product, in FP8 or, for wgrad of high-precision operands, in bf16, and nothing else.
@@ -27,7 +28,7 @@ from mxep.bench.timing import Arm, run_arm
 from mxep.comm import transport_of
 
 TOKENS = 16384
-BASELINE = "grouped_mm"
+BASELINE, COMPILED = "grouped_mm", "grouped_mm_compiled"
 OURS = {"mxep": "mxfp8_wgrad_with_hp", "mxep_mx": "mxfp8_wgrad_with_mx"}  # registered name -> recipe
 _TARGETS = {"gpt-oss-20b": 2.45, "Mixtral-8x7B": 1.9}  # of `mxep_mx` against `grouped_mm`
 LEAST_DB, LEAST_SCORES_DB = 20.0, 18.0
@@ -82,10 +83,10 @@ class AdapterProblem:
     """The experts of one layer on this rank, its tokens, their chosen experts on all ranks, and the arms.
 
     Attributes:
-        baseline: transformers' own arm.
+        theirs: transformers' own arms, the first one is the baseline.
     """
 
-    baseline = BASELINE
+    theirs: tuple[str, ...] = (BASELINE, COMPILED)
 
     def __init__(self, setting: Setting, name: str) -> None:
         self.setting, self.name, self.T, model, device = setting, name, 64 if setting.tiny else TOKENS, MODELS[name], setting.device
@@ -98,6 +99,8 @@ class AdapterProblem:
             self.experts = getattr(kinds, f"{model.kind}Experts")(config).to(torch.bfloat16)
         for parameter in self.experts.parameters():
             torch.nn.init.normal_(parameter, std=self.D**-0.5)
+        torch.compiler.reset()  # dynamo keeps a few graphs of a function that all models share, and runs it uncompiled after that
+        self.compiled = torch.compile(self.experts, dynamic=False) if device.type == "cuda" else self.experts
         self.C = min(model.C, self.E)
         normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
         self.x, self.dy = normal(self.T, self.D), normal(self.T, self.D)
@@ -107,8 +110,8 @@ class AdapterProblem:
 
     def output(self, arm: str) -> Tensor:
         """y of an arm (T, D)."""
-        self.experts.config._experts_implementation = arm
-        y: Tensor = self.experts(self.leaves[0], self.choices, self.leaves[1])
+        self.experts.config._experts_implementation = BASELINE if arm == COMPILED else arm
+        y: Tensor = (self.compiled if arm == COMPILED else self.experts)(self.leaves[0], self.choices, self.leaves[1])
         return y
 
     def stages(self, arm: str) -> Arm:
@@ -139,38 +142,45 @@ class AdapterProblem:
         return round(kept / 2**20, 1)
 
     def check(self) -> str | None:
-        """Both arms of ours against transformers' own."""
-        want = self.results(self.baseline)
+        """Every other arm against the baseline."""
+        baseline, *others = self.arm_names()
+        want = self.results(baseline)
         least = dict.fromkeys(want, LEAST_DB) | {"dscores": LEAST_SCORES_DB}
-        for arm in OURS:
+        for arm in others:
             got = self.results(arm)
             db = {name: sqnr_db(value, got[name], None) if name in got else -math.inf for name, value in want.items()}
-            if problem := db_problem(arm, db, least, self.baseline):
+            if problem := db_problem(arm, db, least, baseline):
                 return problem
         return None
+
+    def arm_names(self) -> tuple[str, ...]:
+        return *self.theirs, *OURS
 
     def arms(self) -> dict[str, Arm]:
         """Every arm, and dense products of a rank's share of the rows: all of them in FP8, and with a wgrad in bf16."""
         products = ffn_products(self.T * self.C, self.D, self.H, MODELS[self.name].parts * self.H, self.L)
-        return {arm: self.stages(arm) for arm in (self.baseline, *OURS)} | dense_arms(self.setting.device, *products)
+        return {arm: self.stages(arm) for arm in self.arm_names()} | dense_arms(self.setting.device, *products)
 
     def case(self) -> Case:
         version: Any = importlib.import_module("transformers").__version__
         shape = {"T": self.T, "D": self.D, "H": self.H, "E": self.E, "C": self.C}
-        facts: dict[str, Any] = {"model": self.name, "transformers": version, "check": _CHECK.format(self.baseline)}
+        facts: dict[str, Any] = {"model": self.name, "transformers": version, "check": _CHECK.format(self.theirs[0])}
         if self.setting.device.type == "cuda":
-            facts["kept_mib"] = {arm: self.kept_mib(arm) for arm in (self.baseline, *OURS)}
-        target = _TARGETS.get(self.name) if self.baseline == BASELINE else None
-        figures = partial(compute_figures, baseline=self.baseline, target=target)
+            facts["kept_mib"] = {arm: self.kept_mib(arm) for arm in self.arm_names()}
+        target = _TARGETS.get(self.name) if self.theirs[0] == BASELINE else None
+        figures = partial(compute_figures, theirs=self.theirs, target=target)
         return Case(f"{self.name}, {self.T} tokens", shape, self.arms(), self.check, figures, facts)
 
 
-def compute_figures(ms: Mapping[str, float], baseline: str, target: float | None = None) -> dict[str, Figure]:
-    """Forward, backward and both together, of every arm of ours, against transformers' own; target: of both together of `mxep_mx`."""
+def compute_figures(ms: Mapping[str, float], theirs: Sequence[str], target: float | None = None) -> dict[str, Figure]:
+    """Forward, backward and both together, of every arm of ours, against each of transformers' own; target: of both together of `mxep_mx`
+    against the first of these."""
     figures: dict[str, Figure] = {}
-    for arm in OURS:
-        figures |= speed_ups(ms, arm, baseline, "dense_fp8" if arm == "mxep_mx" else "dense_hp_wgrad", f"{arm}_{{stage}}_vs_{baseline}")
-    total = f"mxep_mx_total_vs_{baseline}"
+    for baseline in theirs:
+        for arm in OURS:
+            limit = "dense_fp8" if arm == "mxep_mx" else "dense_hp_wgrad"
+            figures |= speed_ups(ms, arm, baseline, limit, f"{arm}_{{stage}}_vs_{baseline}")
+    total = f"mxep_mx_total_vs_{theirs[0]}"
     return figures | {total: replace(figures[total], target=target)}
 
 
@@ -187,7 +197,7 @@ EP_BASELINE = "all_to_all"
 class ExpertParallelProblem(AdapterProblem):
     """Experts of this rank, and for each arm the exchange with those of all ranks; `mesh`: EP over all ranks, TP of one."""
 
-    baseline = EP_BASELINE
+    theirs = (EP_BASELINE,)
 
     def __init__(self, setting: Setting, name: str, mesh: DeviceMesh) -> None:
         super().__init__(setting, name)
