@@ -172,7 +172,7 @@ def test_a_run_that_fails_is_reported_and_the_others_do_not_start(tmp_path: Path
         (["--arm", "mine=--training.steps 9"], "--arm mine: --training.steps must be the same in all runs"),
         (["--arm", "mine=--optimiser adamw8bit"], "the nearest is --optimizer"),
         (["--arm", "mine=--config mine.toml"], "--arm mine: --config must be the same in all runs"),
-        (["--arm", "mine=--keep-first-product mxfp8"], "--keep-first-product=mxfp8 without --fused-layer"),
+        (["--arm", "mine=--keep-first-product mxfp8 --no-fused-layer"], "--keep-first-product=mxfp8 with --no-fused-layer"),
         (["--arm", "mine=--recipe mxfp9"], "'mxfp9' is unknown"),
         (["--arm", "mine=--no-checkpoint"], "--checkpoint=False: --resume continues from the checkpoints"),
         (["--arm", "mine=--no-evaluate"], "--evaluate=False: the comparison uses the evaluations"),

@@ -59,7 +59,7 @@ def test_the_page_shows_what_it_prints(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_explain_counts_a_step(fused: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """The three counts of a step, for each recomputation, and what they are shares of."""
     options = ["--model", "qwen3_30b_a3b", "--ep", "8", "--tokens", "8192", "--seq-len", "2048"]
-    assert command([*options, "--fused-layer"] if fused else options) == 0
+    assert command(options if fused else [*options, "--no-fused-layer"]) == 0
     text = capsys.readouterr().out
     lines = text.splitlines()
     counts = [flops_per_token(MODELS["qwen3_30b_a3b"], 2048, mode, fused) for mode in ("none", "keep_moe", "selective", "full")]
@@ -75,7 +75,7 @@ def test_explain_counts_a_step(fused: bool, capsys: pytest.CaptureFixture[str]) 
         (["--model", "gpt5"], "unknown"),
         (["--layers", "1"], "1 layers of dsv3_16b, want 2"),
         (["--ep", "7"], "--ep=7 does not divide the 64 experts of dsv3_16b"),
-        (["--keep-first-product", "mxfp8"], "without --fused-layer, whose layers alone keep it so; add it"),
+        (["--keep-first-product", "mxfp8", "--no-fused-layer"], "with --no-fused-layer, whose separate blocks keep it as it is"),
         (["--optimizer-in-backward", "--pp", "2"], "--optimizer-in-backward with --pp=2"),
         (["--recipe", "fp4"], "is unknown"),
         (["--tokens", "0"], "more than 0"),
@@ -130,7 +130,7 @@ def test_names_of_layers_are_whole(columns: str | None, monkeypatch: pytest.Monk
 def test_saved_bytes_depend_on_the_form_of_the_first_product(capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for form in ("hp", "mxfp8"):
-        assert main(["explain", "--ep", "4", "--fused-layer", "--keep-first-product", form]) == 0
+        assert main(["explain", "--ep", "4", "--keep-first-product", form]) == 0
         shown.append(capsys.readouterr().out.partition("Recipes, one MoE layer")[2].partition("EP")[0])
     assert shown[0] != shown[1]
 

@@ -108,13 +108,14 @@ def test_routing_that_is_even_by_force_needs_no_allowance() -> None:
 def test_experts_gemm_by_gemm_keep_more(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_budget, "total_memory", lambda _: 10**12)
     needed = []
-    for options in ({}, {"fused_experts": False}, {"mx_fqns": "layers.1"}, {"fused_layer": True}):
+    blocks: dict[str, Any] = {"fused_layer": False}
+    for options in (blocks, {**blocks, "fused_experts": False}, {**blocks, "mx_fqns": "layers.1"}, {}):
         config = TrainConfig(**SMALL, **options, batch=8, seq_len=256)  # type: ignore[arg-type]
         settings = resolve(config, "cpu", 1)
         meshes = build_meshes(1, settings.degrees, "cpu")
         needed.append(agree_on_recompute(config, settings, settings.shape, MXFP8, meshes, torch.device("cuda")).needed)
-    blocks, separate, partly, layer = needed
-    assert layer < blocks < separate == partly
+    as_one, separate, partly, layer = needed
+    assert layer < as_one < separate == partly
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -161,7 +162,7 @@ def test_lines_that_a_run_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "says"),
     [
         ({"activation_checkpoint": "auto", "pp": 2, "pp_schedule": "Interleaved1F1B"}, "auto with --pp-schedule=Interleaved1F1B"),
-        ({"keep_first_product": "mxfp8"}, "--keep-first-product=mxfp8 without --fused-layer"),
+        ({"keep_first_product": "mxfp8", "fused_layer": False}, "--keep-first-product=mxfp8 with --no-fused-layer"),
     ],
 )
 def test_refused(options: dict[str, Any], says: str) -> None:

@@ -37,7 +37,7 @@ def test_steps_are_those_without_a_graph(tmp_path: Path, one_rank: None, more: d
     text.write_text(Path(json.__file__).read_text())
     found, ends = [], []
     for graph in (None, StepGraph(torch.device("cpu"), Recorder((4,)))):
-        run = trainer(0, 1, str(tmp_path), data=(str(text),), steps=7, warmup=6, fused_layer=True, bias_update_rate=1e-3, **more)
+        run = trainer(0, 1, str(tmp_path), data=(str(text),), steps=7, warmup=6, bias_update_rate=1e-3, **more)
         run.graph, bad = graph, torch.ones(())
         spoil(run, bad)
         figures = []
@@ -65,14 +65,14 @@ def test_a_run_warns_where_graphs_are_not_tested(tmp_path: Path, one_rank: None)
     assert run.describe()[0].endswith(", steps as a CUDA graph")
 
 
-GRAPH: dict[str, Any] = {"cuda_graph": True, "fused_layer": True}
+GRAPH: dict[str, Any] = {"cuda_graph": True}
 
 
 @pytest.mark.parametrize(
     ("options", "device", "match"),
     [
         ({}, "cpu", "device cpu: want a GPU, or give --no-cuda-graph"),
-        ({"fused_layer": False}, "cuda", "no --fused-layer: .* add --fused-layer, or give --no-cuda-graph"),
+        ({"fused_layer": False}, "cuda", "--no-fused-layer: .* leave that out, or give --no-cuda-graph"),
         ({"pp": 2, "batch": 2}, "cuda", "--pp=2: the host runs the schedule .* give --pp 1, or"),
         ({"mask_documents": True}, "cuda", "--mask-documents: the number and the length of documents"),
         ({"numerics_every": 5}, "cuda", "--numerics-every=5: only some of the steps count"),

@@ -107,8 +107,9 @@ def test_the_fused_layer_counts_on_two_ranks() -> None:
 def test_a_watched_run_has_the_losses_of_an_unwatched_one(tmp_path: Path, text: str, one_rank: None) -> None:
     pytest.importorskip("tensorboard")
     losses = []
-    figures, fused = {"tensorboard": True, "profile_step": 2, "profile_steps": 1}, {"fused_layer": True}
-    ways = {"plain": {}, "watched": figures | {"numerics_every": 2}, "fused": fused, "fused_watched": fused | {"numerics_every": 2}}
+    figures, blocks = {"tensorboard": True, "profile_step": 2, "profile_steps": 1}, {"fused_layer": False}
+    watched_too = blocks | figures | {"numerics_every": 2}
+    ways = {"plain": blocks, "watched": watched_too, "fused": {}, "fused_watched": {"numerics_every": 2}}
     for name, watched in ways.items():
         options = {"batch": 1, "seq_len": 16, "eval_tokens": 32, "steps": 3, "accumulate": 2, "data": (text,)}
         assert trainer(0, 1, tmp_path / name, **options, activation_checkpoint="full", **watched).train()

@@ -1,7 +1,7 @@
 """`mxep bench transformers`: experts of Hugging Face transformers by mxep's adapter, against its own grouped GEMMs in bf16.
 
-Arms: `grouped_mm`, transformers' default, in bf16; `grouped_mm_compiled`, the same under torch.compile; `mxep`, the adapter with the default
-recipe, and `mxep_mx`, with wgrad from MX bytes.
+Arms: `grouped_mm`, transformers' default, in bf16; `grouped_mm_compiled`, the same under torch.compile; `mxep`, the adapter with its
+default recipe, and `mxep_mx`, with wgrad from MX bytes.
 All of them get tokens, the chosen experts and scores and return weighted sums, so the times include sorting and summing, and in every call
 the quantisation of weights.  Backward is `y.backward(dy)` and ends in the parameters' `.grad`.  The limit is one dense GEMM for every
 product, in FP8 or, for wgrad of high-precision operands, in bf16, and nothing else.

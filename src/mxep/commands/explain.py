@@ -61,10 +61,10 @@ class ExplainConfig:
     """Precision of exchanges and GEMMs."""
     against: Literal["hp"] = "hp"
     """Recipe that the bytes sent are compared with: hp, which is bf16."""
-    fused_layer: bool = False
-    """Memory of MoE layers that run as one function, as with `mxep train --fused-layer`."""
+    fused_layer: bool = True
+    """Memory of MoE layers that run as one function, as `mxep train` runs them, or of separate blocks (--no-fused-layer)."""
     keep_first_product: Literal["hp", "mxfp8"] = "hp"
-    """Memory with gate and up of fused layers in MXFP8, as with `mxep train --keep-first-product mxfp8`."""
+    """Memory with gate and up in MXFP8, as with `mxep train --keep-first-product mxfp8`."""
     cache_weights: bool = False
     """Memory with the quantised weights that `mxep train --cache-weights` keeps."""
     compile: bool = False

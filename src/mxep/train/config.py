@@ -73,6 +73,7 @@ LEGACY_VALUES: dict[str, Any] = {
     "router_dtype": "bf16",
     "converters": "quantize.grouped_mm.mx",
     "linear_fqns": None,
+    "fused_layer": False,
     "shape": {},  # the preset's shape at that time, with its YaRN at every length
 }
 ROUTER_OPTIONS = ("router_dtype", "balance_loss", "balance_loss_type", "z_loss", "bias_update_rate")  # also fields of a model's shape
@@ -251,11 +252,11 @@ class TrainConfig:
     by layer, as little as the GPUs' memory allows (auto; on a CPU nothing)."""
     fused_experts: bool = True
     """Run experts with MXFP8 GEMMs as one function: half the memory for backward. Activations are quantised without a rounding to bf16."""
-    fused_layer: bool = False
-    """Run each MoE layer as one function: a token is sent once to each rank instead of once per expert;
-    values are rounded in other places than with separate blocks."""
+    fused_layer: bool = True
+    """Run each MoE layer as one function, which is faster: a token is sent once to each rank instead of once per expert. Separate blocks
+    (--no-fused-layer) round values in other places."""
     keep_first_product: Literal["hp", "mxfp8"] = "hp"
-    """Keep gate and up of each MoE layer with --fused-layer as they are, or in MXFP8: half the bytes, which backward reads rounded."""
+    """Keep gate and up of each MoE layer as they are, or in MXFP8: half the bytes, which backward reads rounded."""
     cache_weights: bool = False
     """Quantize expert weights once per step instead of once per microbatch and direction: same numbers, 2 bytes per weight more memory."""
     compile: Annotated[bool, _also("compile.enable")] = False
@@ -266,7 +267,7 @@ class TrainConfig:
     """Backend of torch.compile."""
     cuda_graph: bool = False
     """Run a step (forward, backward, clipping, optimizer) as a CUDA graph after a few eager ones: same numbers, no time between kernels.
-    Needs --fused-layer."""
+    Not with --no-fused-layer."""
     gc_freq: Annotated[int, _also("training.gc_freq")] = 50
     """Steps between Python's garbage collections, on all ranks at the same step; 0: whenever each rank's Python decides, which stops the
     others too."""
