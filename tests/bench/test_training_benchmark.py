@@ -265,12 +265,15 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
     given = ["--steps=30", "--transport", "symmetric"]
     (tmp_path / "own.toml").write_text('steps = 3\nlinear_recipe = "mxfp8"\noutput_recipe = "mxfp8"\n')
     precise = ["--linear-recipe", "mxfp8", "--output-recipe=mxfp8"], ["--config", str(tmp_path / "own.toml")]
-    for extra in (*precise, ["--fused-layer", "--cuda-graph"]):
+    for extra in (["--no-fused-layer"], *precise, ["--cuda-graph"]):
         folder = tmp_path / f"{extra[0][2:]}"
         folder.mkdir()
         training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
-        if "--fused-layer" not in extra:
-            assert precisions == {"mxfp8_wgrad_with_hp": ("mxfp8",) * 2, "mxfp8_wgrad_with_mx": ("mxfp8",) * 2, "bf16": ("bf16",) * 2}
+        if extra == ["--no-fused-layer"]:
+            assert [*told] == ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "bf16"]
+        elif extra in precise:
+            ours = {arm: ("mxfp8",) * 2 for arm in ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx")}
+            assert precisions == ours | {arm: ("bf16",) * 2 for arm in ("bf16", "bf16, one function")}
     assert told == {
         "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric", "True"],
         "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric", "True"],
@@ -289,7 +292,7 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert plot.read_bytes().startswith(b"\x89PNG")
     (record,) = json.loads((tmp_path / "train-cpu-1.json").read_text())
     assert record["shape"] == {"T": 64}
-    assert [*record["arms"]] == ["mxfp8_wgrad_with_hp", "bf16"]
+    assert [*record["arms"]] == ["mxfp8_wgrad_with_hp", "bf16, one function", "bf16"]
     assert all(timing["runs"] == MIN_RUNS for timing in record["arms"].values())
     assert record["command"].startswith("mxep bench train --quick")
     for arm, curves in record["curves"].items():

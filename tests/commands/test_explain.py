@@ -140,7 +140,9 @@ def test_inputs_that_linear_layers_keep_in_mx_are_counted(recipe: str, counted: 
     assert main(["explain", "--ep", "4", "--tokens", "8192", "--recipe", recipe]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "what all layers keep for backward" in line)
     model, dims = MODELS["dsv3_16b"], ParallelDims(ep=4)
-    kept = [peak_memory(model, resolve_recipe(recipe), dims, 4, 8192, mx_linears=mx)[0].kept / 2**30 for mx in (False, True)]
+    kept = [
+        peak_memory(model, resolve_recipe(recipe), dims, 4, 8192, mx_linears=mx, fused_layer=True)[0].kept / 2**30 for mx in (False, True)
+    ]
     assert kept[1] > kept[0] + 0.1
     assert line.split()[-5] == f"{kept[counted]:,.2f}"
 
@@ -155,6 +157,6 @@ def test_gradients_that_add_up_are_counted(capsys: pytest.CaptureFixture[str]) -
         assert bool(rows["gradients that add up"]) == (accumulate > 1)
         peaks.append(float(rows["peak: parts"].split()[-2]))  # of full recomputation
     model, recipe = MODELS["dsv3_16b"], resolve_recipe("mxfp8_wgrad_with_hp")
-    (accumulated,) = peak_memory(model, recipe, ParallelDims(ep=1), 8, 4096, recompute="full", accumulate=2)
+    (accumulated,) = peak_memory(model, recipe, ParallelDims(ep=1), 8, 4096, recompute="full", accumulate=2, fused_layer=True)
     assert peaks[1] == pytest.approx(accumulated.total / 2**30, abs=0.01)
     assert peaks[1] > 2 * peaks[0]

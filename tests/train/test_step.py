@@ -42,8 +42,8 @@ def test_steps_with_documents_masked(tmp_path: Path, one_rank: None, monkeypatch
             assert all(step.attended == length for step in launched) == (not masked or name == "long.txt")
             if masked and name == "short.jsonl":
                 assert all(10 < step.attended < 20 for step in launched)  # of 15 to 17 bytes, and one for the end, some cut
-                flops = flops_per_token(run.shape, launched[0].attended)
-                assert flops.model < flops_per_token(run.shape, length).model
+                flops = flops_per_token(run.shape, launched[0].attended, fused_layer=True)
+                assert flops.model < flops_per_token(run.shape, length, fused_layer=True).model
                 found_flops = (records[0].tflops, records[0].mfu, records[0].mfu_causal, records[0].hfu)
                 expected = [64 * flops.model, *(64 * count for count in (flops.model, flops.model_causal, flops.hardware))]
                 assert [1e12 * rate * records[0].step_s for rate in found_flops] == pytest.approx(expected)

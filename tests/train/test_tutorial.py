@@ -74,5 +74,5 @@ def test_the_command_runs(tmp_path: Path, text: str) -> None:
     step = rf"step: +(\d+)  {figures}"
     assert re.findall(step, done.stdout) == ["1", "2", "3"]
     assert "--rows-cast-kernel=triton changes nothing: what quantises 1x32" in done.stdout
-    assert "(moe): MoE(" in done.stdout  # the model, printed
+    assert "(moe): FusedMoE(" in done.stdout  # the model, printed
     assert "expert load max/mean: 1.00" in done.stdout  # balance was forced

@@ -219,7 +219,8 @@ class Trainer:
         compute = f"{'bf16' if ranks.device.type == 'cuda' else 'float32'} compute, {describe_state(self.precision)}"
         compute += "" if self.gemm_path is None else f", GEMM path {self.gemm_path}"
         compute += "" if not c.cuda_graph else ", steps as a CUDA graph"
-        compute += ", MoE layers as one function" if c.fused_layer else "" if c.fused_experts else ", experts GEMM by GEMM"
+        if not c.fused_layer:
+            compute += ", MoE layers in separate blocks" + ("" if c.fused_experts else ", experts GEMM by GEMM")
         layers = self.model.moe_layers()
         masked = ", attention within documents" if c.mask_documents else ""
         converted = sum(layer.experts.recipe == self.recipe for layer in layers)
