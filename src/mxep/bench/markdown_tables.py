@@ -403,10 +403,11 @@ def train_table(records: Records) -> str:
                 [loss_gaps_text(record, arm, baseline)],
                 *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
             ]
-            rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
+            model, _, options = trained(record).partition(", ")
+            rows.append([model, record_place(record), *(" / ".join(cell) for cell in cells), options])
     gaps = f"loss above bf16's, last {LAST_LOSSES} steps: mean (least to most)"
     times = "a step, median", "mean, ms", "tokens per second", "faster", "estimate: GEMMs and exchange halved"
-    return markdown(["training", "bf16 / other", *times, "GiB", gaps, *UTILIZATIONS.values()], rows)
+    return markdown(["model", "on", "bf16 / other", *times, "GiB", gaps, *UTILIZATIONS.values(), "trained with"], rows)
 
 
 def published_table(records: Records) -> str:
