@@ -390,13 +390,13 @@ def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch) ->
     assert len(said) == 3
     assert "9%" in text_of([record])
     line = report.doubts_line([record, {"arms": {"old": {}}}])
-    assert line.startswith("Of these records' 4 times: in 1 the medians of rounds differ by more than 8%; in 1 the device may have waited")
+    assert line.startswith("The records have 4 times: in 1 the medians of rounds differ by more than 8%; in 1 the device may have waited")
     assert not report.doubts_line([{"arms": {"old": {}}}])
     case = dataclasses.replace(case, after=lambda: {"host_us": {"a": 3.0, "b": 4.0}, "host_unsteady": ["b"]})
     monkeypatch.setattr(registry, "time_arms", lambda *args: {"steady": rounds[0]})
     records = registry.run("quantize", registry.Setting(CPU), "", said.append)
     assert said[-1].endswith("busy elsewhere: microseconds of the host differ between batches: b")
-    assert report.doubts_line(records) == "Of the host's 2 times 1 differed between batches: it was busy elsewhere."
+    assert report.doubts_line(records) == "The records have 2 times of the host: in 1 of them batches differ, as it was busy elsewhere."
 
 
 def test_an_interrupted_run_keeps_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

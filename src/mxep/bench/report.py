@@ -170,9 +170,9 @@ def layers_overview(pipelines: Records, layers: Records) -> str:
 
 
 def steps_overview(trainings: Records) -> str:
-    """Training steps on the most GPUs, against both baselines in bf16."""
+    """Training steps on the most GPUs, against both baselines in bf16; those of debug models, which the host limits, come last."""
     rows = []
-    for what, place, ms, bases in _training_steps(trainings):
+    for what, place, ms, bases in sorted(_training_steps(trainings), key=lambda row: "debug" in row[0].partition(",")[0]):
         model, _, options = what.partition(", ")
         pairs = (("", "") if base is None else (f"{base:.0f} ms", f"**{base / ms:.2f}x**") for base in bases)
         rows.append([model, place, f"{ms:.0f} ms", *itertools.chain(*pairs), options])
@@ -197,9 +197,13 @@ def doubts_line(records: Records) -> str:
         f"in {unsteady} the medians of rounds differ by more than {MAX_SPREAD - 1:.0%}": unsteady,
         f"in {waited} the device may have waited for the host": waited,
     }
-    lines = [f"Of these records' {count('arms')} times: {'; '.join(text for text, number in found.items() if number)}."]
+    lines = [f"The records have {count('arms')} times: {'; '.join(text for text, number in found.items() if number)}."]
     lines = lines if unsteady or waited else []
-    lines += [f"Of the host's {count('host_us')} times {busy} differed between batches: it was busy elsewhere."] if busy else []
+    lines += (
+        [f"The records have {count('host_us')} times of the host: in {busy} of them batches differ, as it was busy elsewhere."]
+        if busy
+        else []
+    )
     return "\n".join(lines)
 
 
