@@ -83,7 +83,7 @@ def test_pages_with_wrong_markers() -> None:
         with pytest.raises(ValueError, match=r"README\.md has [01] whole blocks"):
             report.render(text, "README.md")
     start, end = report.markers("speed")
-    with pytest.raises(ValueError, match="no block 'speed', want one of summary, overview, accuracy"):
+    with pytest.raises(ValueError, match="no block 'speed', want one of summary, steps_overview, layers_overview, tests_on_gpus, accuracy"):
         report.render(f"{start}\n{end}", "README.md")
 
 

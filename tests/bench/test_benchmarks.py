@@ -212,7 +212,7 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
     }
     whole = "total_vs_nccl_bf16"
     layers = [{**layer, "ratios": {whole: 2.0}, "limit": {whole: 2.5}}]
-    assert report.overview(pipelines, layers, [], [], []).splitlines()[2:] == [
+    assert report.layers_overview(pipelines, layers).splitlines()[2:] == [
         "| a layer, 64 tokens, D 8, H 8, 8 experts, top 8, `mxfp8_wgrad_with_mx` | 2 x H200 "
         "| 8.0 ms | 4.0 ms | **2.00x** | 2.50x | 6.0 ms, **1.50x** |",
         "| `ep_grouped_mm`, 64 rows a GPU, D 32, N 96 | 2 x H200 | 30.0 ms | 10.0 ms | **3.00x** |  |  |",
@@ -227,17 +227,25 @@ def test_overview_shows_the_most_gpus_that_have_a_ratio() -> None:
     later = {**layers[0], "device": "h100", "date": "2026-11-28"}
     assert "H100 | 8.0 ms" in report.summary([], [*layers, later], []).splitlines()[-1]
     assert "H200" not in report.summary([], [later, *layers], []), "the most recent record is shown"
-    assert report.overview([], [], [], [], []) == report.summary([], [], []) == ""
+    assert report.layers_overview([], []) == report.steps_overview([]) == report.tests_on_gpus([]) == report.summary([], [], []) == ""
+
+
+def test_what_passed_on_gpus() -> None:
+    counts = {"passed": 5, "failed": 1, "error": 2}
+    tests = [{"device": "h200", "world_size": 2, "torch": "2.11.0+cu130", "commit": "abc", "counts": counts}]
+    tests.append({**tests[0], "counts": counts | {"xfailed": 4}})
     found = {"passed": 5, "failed": 0, "errors": 0, "commit": "abc"}
     files = {"quantize": found, "p2p": {**found, "errors": 2}}
     sanitized = {"benchmark": "sanitizer_memcheck", "device": "h200", "files": files, "missing": []}
     raced = {"benchmark": "sanitizer_racecheck", "device": "h200", "files": {"quantize": found}, "missing": ["p2p", "loss"]}
-    assert report.overview([], [], [], [], [], [sanitized], [raced]).splitlines() == [
-        "The kernels' tests under compute-sanitizer memcheck: 2 errors in 10 passed and 0 failed tests on H200",
-        "(commit abc).",
-        "The kernels' tests under compute-sanitizer racecheck: 0 errors in 5 passed and 0 failed tests on H200",
-        "(commit abc),",
-        "without some or all tests of 2 of 3 files.",
+    shown, sanitizers = report.tests_on_gpus(tests, [sanitized], [raced]).split("\n\n")
+    assert shown.splitlines()[2:] == [
+        "| 2 x H200 | 2.11.0 | 5 | 3 | abc |",
+        "| 2 x H200 | 2.11.0 | 5 | 3, and 4 known to fail | abc |",
+    ]
+    assert sanitizers.splitlines()[2:] == [
+        "| memcheck | H200 | 2 | 10 | 0 | none | abc |",
+        "| racecheck | H200 | 0 | 5 | 0 | 2 of 3 | abc |",
     ]
 
 
@@ -250,9 +258,10 @@ def test_overview_shows_training_on_the_most_gpus_against_both_baselines() -> No
 
     two, four = training(2, mxfp8=4.0, bf16=8.0), training(4, mxfp8=5.0, mxfp8_mx=4.0, bf16_one=6.0, bf16=7.0)
     what = "small, forced balance, 64 tokens a step, full recomputation, compiled"
-    assert report.overview([], [], [two, four], [], []).splitlines()[2:] == [
-        f"| {what}, `mxfp8` | 4 x H200 | 5 ms | 7 ms | **1.40x** | 6 ms | **1.20x** |",
-        f"| {what}, `mxfp8_mx` | 4 x H200 | 4 ms | 7 ms | **1.75x** | 6 ms | **1.50x** |",
+    options = what.removeprefix("small, ")
+    assert report.steps_overview([two, four]).splitlines()[2:] == [
+        f"| small | 4 x H200 | 5 ms | 7 ms | **1.40x** | 6 ms | **1.20x** | {options}, `mxfp8` |",
+        f"| small | 4 x H200 | 4 ms | 7 ms | **1.75x** | 6 ms | **1.50x** | {options}, `mxfp8_mx` |",
     ]
     graphs = {**four, "options": {**four["options"], "cuda_graph": True}}
     assert report.summary([], [], [two, four, graphs]).splitlines()[2:] == [
@@ -264,9 +273,10 @@ def test_overview_shows_training_on_the_most_gpus_against_both_baselines() -> No
         "| a training step, small | 2 x H200 | 8 ms | 4 ms | **2.00x** |  |",
         "| a training step, large | 2 x H200 | 8 ms | 4 ms | **2.00x** |  |",
         "",
-        f"The training steps: {what.removeprefix('small, ')}, `mxfp8`.",
+        f"The training steps: {options}, `mxfp8`.",
     ]
-    assert report.overview([], [], [two], [], []).splitlines()[2:] == [f"| {what}, `mxfp8` | 2 x H200 | 4 ms | 8 ms | **2.00x** |  |  |"]
+    (alone,) = report.steps_overview([two]).splitlines()[2:]
+    assert alone == f"| small | 2 x H200 | 4 ms | 8 ms | **2.00x** |  |  | {options}, `mxfp8` |"
 
 
 def test_records_of_benchmarks_come_from_a_clean_tree() -> None:
@@ -380,13 +390,13 @@ def test_unsteady_and_starved_arms_are_named(monkeypatch: pytest.MonkeyPatch) ->
     assert len(said) == 3
     assert "9%" in text_of([record])
     line = report.doubts_line([record, {"arms": {"old": {}}}])
-    assert line.startswith("Of these records' 4 times: in 1 the medians of rounds differ by more than 8%; in 1 the device may have waited")
+    assert line.startswith("The records have 4 times: in 1 the medians of rounds differ by more than 8%; in 1 the device may have waited")
     assert not report.doubts_line([{"arms": {"old": {}}}])
     case = dataclasses.replace(case, after=lambda: {"host_us": {"a": 3.0, "b": 4.0}, "host_unsteady": ["b"]})
     monkeypatch.setattr(registry, "time_arms", lambda *args: {"steady": rounds[0]})
     records = registry.run("quantize", registry.Setting(CPU), "", said.append)
     assert said[-1].endswith("busy elsewhere: microseconds of the host differ between batches: b")
-    assert report.doubts_line(records) == "Of the host's 2 times 1 differed between batches: it was busy elsewhere."
+    assert report.doubts_line(records) == "The records have 2 times of the host: in 1 of them batches differ, as it was busy elsewhere."
 
 
 def test_an_interrupted_run_keeps_what_it_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

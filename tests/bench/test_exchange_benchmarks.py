@@ -9,7 +9,7 @@ from tests.once import once
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
-from mxep.bench import a2a, imbalance, layer, markdown_tables, registry, timing
+from mxep.bench import a2a, imbalance, layer, layer_tables, markdown_tables, registry, timing
 from mxep.cli import main
 from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
@@ -65,9 +65,9 @@ def test_layer_on_two_ranks(layer_records: list[dict]) -> None:
     assert records[0]["load_max_over_mean"] < records[1]["load_max_over_mean"]
     assert "exposed_ms" not in records[0], "a CPU's trace says nothing about it"
     exposed = {"mxfp8": {"dispatch": 1.0, "combine": 2.5, "combine's backward": 0.25, "dispatch's backward": 0.0}}
-    last = markdown_tables.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
-    assert "| mxfp8 | 1.00 ms | 2.50 ms | 0.25 ms | 0.00 ms |" in last
-    check_tables(markdown_tables.layer_tables(records))
+    last = layer_tables.layer_tables([{**records[0], "exposed_ms": exposed}]).split("\n\n")[-1]
+    assert "| `mxfp8` | 1.00 ms | 2.50 ms | 0.25 ms | 0.00 ms |" in last
+    check_tables(layer_tables.layer_tables(records))
 
 
 def test_uneven_loads_of_two_ranks(layer_records: list[dict]) -> None:
@@ -77,7 +77,7 @@ def test_uneven_loads_of_two_ranks(layer_records: list[dict]) -> None:
     assert sum(record["choices"]) == record["shape"]["T_global"] * record["shape"]["C"]
     record["choices"] = [200, 50, 25, 25, 60, 20, 10, 10]
     record["arms"]["mxfp8_total"]["median_ms"] = 10.0
-    costs, placements = markdown_tables.layer_tables([record]).split("\n\n")[-2:]
+    costs, placements = layer_tables.layer_tables([record]).split("\n\n")[-2:]
     row = costs.splitlines()[-1]
     assert "| 10.00 ms | 1.50 | 4.00 / 3.00 ms | 1.00 ms, 10% | 0.60 ms, 6% | 0.95 ms, 10% | 0.90 ms, 9% |" in row
     assert row.endswith("| 1.00 ms, 10% |"), "an even load saves what the busiest rank costs"
@@ -117,7 +117,7 @@ def test_layer_of_one_size_without_memory_for_all_experts(monkeypatch: pytest.Mo
     assert records[0]["shape"] == dict(T=64, T_global=64, D=32, H=32, E=4, C=2, L=4)
     assert not [arm for arm in records[0]["arms"] if arm.startswith(("local", "one_gpu"))]
     assert records[0]["ratios"]["total_vs_nccl_bf16"] > 0
-    check_tables(markdown_tables.layer_tables(records))
+    check_tables(layer_tables.layer_tables(records))
 
 
 def test_wrong_sizes_of_a_layer(capsys: pytest.CaptureFixture[str]) -> None:

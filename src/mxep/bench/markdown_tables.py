@@ -8,8 +8,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from mxep.bench import dense_linears, finetune, imbalance, peers, published, transformers, transformers_step
-from mxep.bench.layer import BASELINES, EXCHANGES
+from mxep.bench import dense_linears, finetune, peers, published, transformers, transformers_step
+from mxep.bench.layer_tables import layer_tables
+from mxep.bench.markdown_cells import Records, markdown, ratio_of_limit
 from mxep.bench.plots import PIPELINE_BASELINES
 from mxep.bench.records import (
     RESULTS,
@@ -24,7 +25,6 @@ from mxep.bench.tables import device_us, shape_text
 from mxep.bench.training import BASELINE, DEGREES, LAST_LOSSES, LAYERS, UTILIZATIONS, loss_gaps_text, mean_ms, share_text, utilizations
 from mxep.train.metrics import read_metrics
 
-Records = Sequence[Record]
 Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
 _HOST_FIELDS = "host_us", "host_us_calling_thread"
 _ROWS_COLUMNS = {
@@ -53,48 +53,11 @@ _EXPERT_ARMS = {
     "fused_mx_": "fused, wgrad from MX",
     "fused_uncached_": "fused, weights quantised in every call",
 }
-_LAYER_COLUMNS = {
-    "total": "faster",
-    "nccl_total": "over NCCL",
-    "blocks_total": "separate blocks",
-    "bf16_total": "bf16, tokens sent once",
-    "inference": "inference, against separate blocks",
-}
-_NETWORK_COLUMNS = (
-    "efficiency forward",
-    "backward",
-    "exposed network: longer than one GPU alone, forward",
-    "backward",
-    "TFLOP/s a rank, forward / backward",
-    "net",
-    "kept / with gate and up in MX",
-)
-_KEPT_ARMS = ("mxfp8", "mxfp8_first_product_in_mx")
 _PIPELINES = {"mxfp8_nccl": "Pipeline of the five blocks", "mxfp8": "Pipeline in one call"}  # arm -> what it is
 _TUTORIAL_COLUMNS = (
     "tokens", "dim", "hidden_dim", "num_experts", "fwd_bf16_ms", "fwd_mxfp8_ms", "fwd_speedup",
     "bwd_bf16_ms", "bwd_mxfp8_ms", "bwd_speedup", "total_speedup",
 )  # fmt: skip
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with these names of columns."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [columns, ["---"] * len(columns), *rows])
-
-
-def limit_of(record: Record, name: str) -> float | None:
-    """The reference of a ratio; None if the one GPU that it comes from was unsteady, usually for lack of memory."""
-    if any(arm.startswith(("one_gpu", "local")) for arm in record.get("unsteady", [])):
-        return None
-    return record["limit"].get(name)
-
-
-def _ratio_of_limit(record: Record, name: str, base: float = 1.0) -> str:
-    """ "1.93x of 2.01x", or nothing if it was not measured; `base`: time of the baseline in units of that of the record's ratio."""
-    if name not in record["ratios"]:
-        return ""
-    limit = limit_of(record, name)
-    return f"{base * record['ratios'][name]:.2f}x" + ("" if limit is None else f" of {base * limit:.2f}x")
 
 
 def _gemm_title(record: Record) -> str:
@@ -110,7 +73,7 @@ def grouped_mm_tables(records: Records) -> str:
     parts = []
     for kind, columns in (("forward", _ROWS_COLUMNS), ("dgrad", _ROWS_COLUMNS), ("wgrad", _WGRAD_COLUMNS)):
         rows = [
-            [_gemm_title(record), *(_ratio_of_limit(record, f"{kind}_{column}vs_torch_bf16") for column in columns)]
+            [_gemm_title(record), *(ratio_of_limit(record, f"{kind}_{column}vs_torch_bf16") for column in columns)]
             for record in many
             if f"{kind}_vs_torch_bf16" in record["ratios"]
         ]
@@ -178,7 +141,7 @@ def experts_table(records: Records) -> str:
         kept = " / ".join(f"{record['saved_bytes'][arm] / 2**20:.0f}" for arm in ("bf16", "fused"))
         ms = median_ms(record)
         base = min(ms["bf16_total"], ms["bf16_compiled_total"]) / ms["bf16_total"]
-        speeds = (_ratio_of_limit(record, f"{arm}total_vs_torch_bf16", base) for arm in _EXPERT_ARMS)
+        speeds = (ratio_of_limit(record, f"{arm}total_vs_torch_bf16", base) for arm in _EXPERT_ARMS)
         rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
     what = "experts, forward + backward, against torch in bf16, the faster of eager and compiled"
     parts = [markdown([what, *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB"], rows)]
@@ -213,7 +176,7 @@ def _transformers(records: Records, title: str, theirs: Sequence[str]) -> str:
         sizes = ", ".join(f"{key} {shape[key]}" for key in "DHE")
         tokens = f"{shape['T']} tokens{' a GPU' if record['world_size'] > 1 else ''}"
         row = [f"{record_place(record)}, {record['model']}, {tokens}, {sizes}, top {shape['C']}"]
-        row += [_ratio_of_limit(record, f"{arm}_total_vs_{their}") for arm, their in pairs]
+        row += [ratio_of_limit(record, f"{arm}_total_vs_{their}") for arm, their in pairs]
         rows.append([*row, *([" / ".join(f"{kept[arm]:,.0f}" if arm in kept else "-" for arm in with_memory)] if with_memory else [])])
     columns = [title, *(f"`{arm}` (`{transformers.OURS[arm]}`) against `{their}`" for arm, their in pairs)]
     memory = [f"kept for backward, MiB: {' / '.join(f'`{arm}`' for arm in with_memory)}"] if with_memory else []
@@ -221,8 +184,12 @@ def _transformers(records: Records, title: str, theirs: Sequence[str]) -> str:
 
 
 def peers_tables(records: Records) -> str:
-    """Every arm against the compiled one, by shape and routing; the same of few tokens as CUDA graphs; then a table for each shape of many
-    tokens with every arm's time, errors against float64, bytes kept for backward and time on the host."""
+    """Speeds and details."""
+    return "\n\n".join(filter(None, [peers_speeds(records), peers_details(records)]))
+
+
+def peers_speeds(records: Records) -> str:
+    """Every arm against the compiled one, by shape and routing; the same of few tokens as CUDA graphs."""
     arms = list(dict.fromkeys(arm for record in records for arm in record["errors"] if arm != peers.COMPILED))
     rows = [_peers_speeds(record, arms, "total", f"{record['shape']['T']} tokens, {record['routing']}") for record in records]
     parts = [markdown(["forward + backward", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)], rows)]
@@ -234,7 +201,12 @@ def peers_tables(records: Records) -> str:
             tokens = f"{record['shape']['T']} tokens"
             rows.append(_peers_speeds(record, arms, "graph", f"{calls} x {tokens}" if calls > 1 else tokens))
         parts.append(markdown(["forward + backward as a CUDA graph", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)], rows))
-    return "\n\n".join([*parts, *(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))])
+    return "\n\n".join(parts)
+
+
+def peers_details(records: Records) -> str:
+    """For each shape of many tokens every arm's time, errors against float64, bytes kept for backward and time on the host."""
+    return "\n\n".join(_peers_table(record) for record in records if record["shape"]["T"] > max(peers.FEW_TOKENS))
 
 
 def _peers_speeds(record: Record, arms: Sequence[str], timed: str, tokens: str) -> list[str]:
@@ -271,7 +243,7 @@ def linears_table(records: Records) -> str:
     for record in records:
         shape, ms = record["shape"], median_ms(record)
         what = f"{record_place(record)}, {shape['T']} tokens, {shape['K']} -> {shape['N']}"
-        speeds = (_ratio_of_limit(record, f"{arm}_vs_linear") for arm in arms)
+        speeds = (ratio_of_limit(record, f"{arm}_vs_linear") for arm in arms)
         off = " / ".join(f"{record['errors'][arm]['dw']['all']:.2%}" for arm in arms)
         host = (_host_us(record, field, (dense_linears.LINEAR, *arms)) for field in _HOST_FIELDS)
         rows.append([what, f"{ms[f'{dense_linears.LINEAR}_total']:.2f} ms", *speeds, off, *host])
@@ -326,57 +298,11 @@ def a2a_table(records: Records) -> str:
     for record in records:
         ms, shape = median_ms(record), record["shape"]
         times = (f"{ms[arm]:.2f} ms" for arm in ("bf16_total", "mxfp8_total"))
-        speeds = (_ratio_of_limit(record, name) for name in _A2A_COLUMNS)
+        speeds = (ratio_of_limit(record, name) for name in _A2A_COLUMNS)
         parts = (f"{ms[part]:.2f} ms" for part in _A2A_PARTS)
         rows.append([f"{record_place(record)}, {shape['T']} x {shape['D']}", *times, *speeds, *parts])
     columns = (*_A2A_COLUMNS.values(), *(f"{name} alone" for name in _A2A_PARTS))
     return markdown(["rows a rank, forward + backward", "bf16", "MXFP8", *columns], rows)
-
-
-def layer_tables(records: Records) -> str:
-    """Whole layers: times and speed against bf16; the costs of exchanges, TFLOP/s and memory kept; exposed exchanges of traced records."""
-    speeds, network, exposed = [], [], []
-    for record in records:
-        ms, shape, ratios = median_ms(record), record["shape"], record["ratios"]
-        size = " / ".join(str(shape[key]) for key in ("T_global", "D", "H", "E", "C"))
-        title = f"{record_place(record)}, {size}, {record['routing']}"
-        base = min(BASELINES, key=lambda arm: ms[f"{arm}_total"])
-        times = [f"{ms[f'{base}_{stage}']:.2f} / {ms[f'mxfp8_{stage}']:.2f} ms" for stage in ("forward", "backward")]
-        faster = (_ratio_of_limit(record, f"{name}_vs_nccl_bf16") for name in _LAYER_COLUMNS)
-        speeds.append([title, *times, record["mxfp8_over"], *faster])
-        efficiencies = (f"scaling_efficiency_{stage}" for stage in ("forward", "backward"))
-        beyond = ["", ""]  # without memory for all experts on one GPU
-        if "local_total" in ms and not any(arm.startswith("local") for arm in record.get("unsteady", [])):
-            pairs = [(ms[f"mxfp8_{stage}"] - ms[f"local_{stage}"], ms[f"mxfp8_{stage}"]) for stage in ("forward", "backward")]
-            beyond = [f"{part:.2f} ms, {part / whole:.0%}" for part, whole in pairs]
-        products = 6 * shape["T"] * shape["C"] * shape["D"] * shape["H"] / 1e9  # a rank's forward, in GFLOP; GFLOP per ms = TFLOP/s
-        network.append(
-            [
-                title,
-                *(f"{ratios[name]:.0%}" if limit_of(record, name) else "" for name in efficiencies),
-                *beyond,
-                f"{products / ms['mxfp8_forward']:.0f} / {2 * products / ms['mxfp8_backward']:.0f}",
-                f"{record['world_size'] * 3 * products / ms['mxfp8_total']:.0f}",
-                " / ".join(f"{_kept_gib(record['saved_bytes'][arm]):.2f}" for arm in _KEPT_ARMS if arm in record["saved_bytes"]) + " GiB",
-            ]
-        )
-        exposed += [[title, arm, *(f"{of[name]:.2f} ms" for name in EXCHANGES)] for arm, of in record.get("exposed_ms", {}).items()]
-    title = "T of all ranks / D / H / E / C"
-    parts = [
-        markdown([title, "forward, bf16 / MXFP8", "backward", "MXFP8 over", *_LAYER_COLUMNS.values()], speeds),
-        markdown([title, *_NETWORK_COLUMNS], network),
-    ]
-    if exposed:
-        parts.append(markdown([title, "arm", *(f"{name}, alone in the trace" for name in EXCHANGES)], exposed))
-    if uneven := [record for record in records if record["routing"] == "zipf" and "busy_ms" in record and record["world_size"] > 1]:
-        parts.append(markdown(imbalance.COSTS, imbalance.cost_rows(uneven)))
-        parts.append(markdown(imbalance.LOADS, imbalance.load_rows(uneven)))
-    return "\n\n".join(parts)
-
-
-def _kept_gib(audit: dict[str, int]) -> float:
-    """GiB that a forward keeps, without what is in memory anyway: its input, and forms of weights, which the benchmark's cache holds."""
-    return sum(size for part, size in audit.items() if part not in ("input", "weights for dgrad")) / 2**30
 
 
 def pipeline_tables(records: Records) -> str:
@@ -476,10 +402,11 @@ def train_table(records: Records) -> str:
                 [loss_gaps_text(record, arm, baseline)],
                 *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
             ]
-            rows.append([f"{record_place(record)}, {trained(record)}", *(" / ".join(cell) for cell in cells)])
+            model, _, options = trained(record).partition(", ")
+            rows.append([model, record_place(record), *(" / ".join(cell) for cell in cells), options])
     gaps = f"loss above bf16's, last {LAST_LOSSES} steps: mean (least to most)"
     times = "a step, median", "mean, ms", "tokens per second", "faster", "estimate: GEMMs and exchange halved"
-    return markdown(["training", "bf16 / other", *times, "GiB", gaps, *UTILIZATIONS.values()], rows)
+    return markdown(["model", "on", "bf16 / other", *times, "GiB", gaps, *UTILIZATIONS.values(), "trained with"], rows)
 
 
 def published_table(records: Records) -> str:

@@ -20,9 +20,9 @@ COLUMNS = (
     "recomputation",
     "tokens/s a GPU",
     "TFLOP/s a GPU, as published",
-    "attention whole",
-    "causal attention halved",
-    "with recomputation",
+    "counted with attention whole",
+    "counted with causal attention halved",
+    "the same, and recomputation",
 )
 _MODELS = ("dsv3_16b", "qwen3_30b_a3b")  # presets that others have published figures for
 
@@ -58,8 +58,11 @@ PUBLISHED = (
 
 
 def rows(records: Sequence[Record]) -> list[list[str]]:
-    """The rows of `COLUMNS`: arms of the records that trained one of these models on GPUs, with a forced balance; then `PUBLISHED`."""
-    found = []
+    """The rows of `COLUMNS`: `PUBLISHED`; then arms of the records that trained one of these models on GPUs, with a forced balance.
+
+    Whole models come before those with fewer layers.
+    """
+    found: list[list[str]] = []
     for record in records:
         name, peak = record["model"]["name"], peak_bf16_flops_of(device_title(record["device"]))
         if peak is None or preset_of(name) not in _MODELS or routing_of(record) != "forced balance":
@@ -72,6 +75,8 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
             counts = ("" if share is None else f"{share * peak / 1e12:.0f}" for share in shares)
             place = f"{record['world_size']} x {device_title(record['device'])}", f"{arm}", f"{length}"
             found.append([name, "mxep", *place, options["activation_checkpoint"], f"{tps:,.0f}", "", *counts])
+    found.sort(key=lambda row: row[0] not in _MODELS)
+    others = []
     for other in PUBLISHED:
         counted = ["", ""]
         if other.preset is not None and other.seq_len is not None:
@@ -80,8 +85,8 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
         length = "" if other.seq_len is None else str(other.seq_len)
         published = _range(other.tokens_per_s), "" if other.tflops is None else str(other.tflops)
         by = ", ".join(filter(None, (other.by, other.source)))
-        found.append([other.model, by, other.gpus, other.precision, length, "", *published, *counted, ""])
-    return found
+        others.append([other.model, by, other.gpus, other.precision, length, "", *published, *counted, ""])
+    return [*others, *found]
 
 
 def _range(values: Sequence[float]) -> str:

@@ -15,24 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mxep.bench import dense_linears
+from mxep.bench import dense_linears, layer_tables
 from mxep.bench.layer import BASELINES
-from mxep.bench.markdown_tables import (
-    TABLES,
-    Records,
-    by_run,
-    limit_of,
-    markdown,
-    published_table,
-    run_table,
-    trained,
-    worst_db,
-)
+from mxep.bench.markdown_cells import Records, limit_of, markdown
+from mxep.bench.markdown_tables import TABLES, peers_details, peers_speeds, published_table, run_table, trained
 from mxep.bench.plots import draw
 from mxep.bench.records import Record, device_title, median_ms, of_most_ranks, of_newest, read_records, record_place
 from mxep.bench.timing import MAX_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
-from mxep.shapes import record_bytes
 
 _GUIDES = (
     "performance",
@@ -57,39 +47,36 @@ def markers(name: str) -> tuple[str, str]:
     return f"<!-- measured: {name}, written by `mxep bench report` -->", f"<!-- end of {name} -->"
 
 
-def gpu_tests_line(records: Records) -> str:
-    """One sentence: how many tests passed on which GPUs, at which commit; a line for each record."""
-    runs = [
-        f"{record['counts']['passed']} passed, {record['counts']['failed'] + record['counts']['error']} failed"
-        + (f", {record['counts']['xfailed']} known to fail" if record["counts"].get("xfailed") else "")
-        + f" on {record['world_size']} {device_title(record['device'])}"
-        f" (torch {record['torch'].partition('+')[0]}, commit {record['commit']})"
-        for record in records
-    ]
-    return "GPU tests: " + ";\n".join(runs) + "."
+def gpu_tests_table(records: Records) -> str:
+    """How many tests passed on which GPUs, at which commit."""
+    rows = []
+    for record in records:
+        counts = record["counts"]
+        failed = f"{counts['failed'] + counts['error']}" + (f", and {counts['xfailed']} known to fail" if counts.get("xfailed") else "")
+        place = f"{record['world_size']} x {device_title(record['device'])}", record["torch"].partition("+")[0]
+        rows.append([*place, str(counts["passed"]), failed, record["commit"]])
+    return markdown(["GPU tests on", "torch", "passed", "failed", "commit"], rows)
 
 
 def _commits(entries: Iterable[Mapping[str, Any]]) -> str:
     """
     >>> _commits([{"commit": "a1"}, {"commit": "b2"}, {"commit": "a1, c3"}])
-    'commits a1, b2, c3'
+    'a1, b2, c3'
     """
-    names = list(dict.fromkeys(name for entry in entries for name in entry["commit"].split(", ")))
-    return f"commit{'s' * (len(names) > 1)} {', '.join(names)}"
+    return ", ".join(dict.fromkeys(name for entry in entries for name in entry["commit"].split(", ")))
 
 
-def sanitizer_line(records: Records) -> str:
-    """A sentence for each tool: the findings of tests/programs/sanitize.py."""
-    runs: dict[str, list[str]] = {}
+def sanitizer_table(records: Records) -> str:
+    """The findings of tests/programs/sanitize.py, by tool and GPU."""
+    rows = []
     for record in records:
-        passed, failed, errors = (sum(found[kind] for found in record["files"].values()) for kind in ("passed", "failed", "errors"))
+        passed, failed, errors = (str(sum(found[kind] for found in record["files"].values())) for kind in ("passed", "failed", "errors"))
         missing = record["missing"]
-        runs.setdefault(record["benchmark"].removeprefix("sanitizer_"), []).append(
-            f"{errors} errors in {passed} passed and {failed} failed tests on {device_title(record['device'])}\n"
-            f"({_commits(record['files'].values())})"
-            + (f",\nwithout some or all tests of {len(missing)} of {len({*missing, *record['files']})} files" if missing else "")
-        )
-    return "\n".join(f"The kernels' tests under compute-sanitizer {tool}: {'; '.join(found)}." for tool, found in runs.items())
+        left = f"{len(missing)} of {len({*missing, *record['files']})}" if missing else "none"
+        tool = record["benchmark"].removeprefix("sanitizer_")
+        rows.append([tool, device_title(record["device"]), errors, passed, failed, left, _commits(record["files"].values())])
+    columns = "errors found", "tests passed", "tests failed", "files without some or all tests", "commits"
+    return markdown(["kernels' tests under compute-sanitizer", "on", *columns], rows)
 
 
 def learning_line(records: Records) -> str:
@@ -175,34 +162,28 @@ def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
     return f"{table}\n\n{note}" if shared else table
 
 
-def overview(pipelines: Records, layers: Records, trainings: Records, accuracies: Records, tests: Records, *sanitized: Records) -> str:
-    """Tables of layers and of training steps against every baseline; accuracy; which tests passed on which GPUs."""
-    parts = []
-    if speeds := _speeds(layers, pipelines):
-        columns = "bf16 over NCCL", "MXFP8", "faster", "reference in that run", "bf16 over the same shared memory"
-        parts.append(markdown(["forward + backward", "on", *columns], speeds))
-    if steps := _training_steps(trainings):
-        rows = []
-        for what, place, ms, bases in steps:
-            pairs = (("", "") if base is None else (f"{base:.0f} ms", f"**{base / ms:.2f}x**") for base in bases)
-            rows.append([what, place, f"{ms:.0f} ms", *itertools.chain(*pairs)])
-        against = "bf16 in separate blocks over NCCL", "faster", "bf16 in one function over NCCL", "faster"
-        parts.append(markdown(["a training step", "on", "MXFP8", *against], rows))
-    if accuracies:
-        out, dx, dw = worst_db(accuracies)
-        runs = sorted(by_run(accuracies))
-        where = ", ".join(f"{world} {'CPU ranks' if device == 'cpu' else device_title(device)}" for device, world in runs)
-        saved = 2 * accuracies[0]["shape"]["D"] / record_bytes(accuracies[0]["shape"]["D"])
-        parts.append(
-            f"The five blocks against the same in bf16: out {out:.1f} dB, dx {dx:.1f} dB, dW {dw:.1f} dB,\n"
-            f"the worst of {where} and around one grouped GEMM (a layer has three in a row, and lies lower). A row sent in MXFP8\n"
-            f"has {saved:.2f} times fewer bytes."
-        )
-    if tests:
-        parts.append(gpu_tests_line(tests))
-    if found := [record for of_tool in sanitized for record in of_tool]:
-        parts.append(sanitizer_line(found))
-    return "\n\n".join(parts)
+def layers_overview(pipelines: Records, layers: Records) -> str:
+    """Layers, `ep_grouped_mm` and the five blocks on the most GPUs, against bf16 over NCCL and over the same transport."""
+    columns = "bf16 over NCCL", "MXFP8", "faster", "reference in that run", "bf16 over the same shared memory"
+    speeds = _speeds(layers, pipelines)
+    return markdown(["forward + backward", "on", *columns], speeds) if speeds else ""
+
+
+def steps_overview(trainings: Records) -> str:
+    """Training steps on the most GPUs, against both baselines in bf16; those of debug models, which the host limits, come last."""
+    rows = []
+    for what, place, ms, bases in sorted(_training_steps(trainings), key=lambda row: "debug" in row[0].partition(",")[0]):
+        model, _, options = what.partition(", ")
+        pairs = (("", "") if base is None else (f"{base:.0f} ms", f"**{base / ms:.2f}x**") for base in bases)
+        rows.append([model, place, f"{ms:.0f} ms", *itertools.chain(*pairs), options])
+    columns = "MXFP8", "bf16 in separate blocks over NCCL", "faster", "bf16 in one function over NCCL", "faster", "trained with"
+    return markdown(["a training step of", "on", *columns], rows) if rows else ""
+
+
+def tests_on_gpus(tests: Records, *sanitized: Records) -> str:
+    """Which tests passed on which GPUs, and what the sanitizers found."""
+    found = [record for of_tool in sanitized for record in of_tool]
+    return "\n\n".join([*([gpu_tests_table(tests)] if tests else []), *([sanitizer_table(found)] if found else [])])
 
 
 def doubts_line(records: Records) -> str:
@@ -216,16 +197,28 @@ def doubts_line(records: Records) -> str:
         f"in {unsteady} the medians of rounds differ by more than {MAX_SPREAD - 1:.0%}": unsteady,
         f"in {waited} the device may have waited for the host": waited,
     }
-    lines = [f"Of these records' {count('arms')} times: {'; '.join(text for text, number in found.items() if number)}."]
+    lines = [f"The records have {count('arms')} times: {'; '.join(text for text, number in found.items() if number)}."]
     lines = lines if unsteady or waited else []
-    lines += [f"Of the host's {count('host_us')} times {busy} differed between batches: it was busy elsewhere."] if busy else []
+    lines += (
+        [f"The records have {count('host_us')} times of the host: in {busy} of them batches differ, as it was busy elsewhere."]
+        if busy
+        else []
+    )
     return "\n".join(lines)
 
 
 _BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the benchmarks whose records it gets
     "summary": (summary, "pipeline", "layer", "train"),
-    "overview": (overview, "pipeline", "layer", "train", "accuracy", "gpu_tests", "sanitizer_memcheck", "sanitizer_racecheck"),
+    "steps_overview": (steps_overview, "train"),
+    "layers_overview": (layers_overview, "pipeline", "layer"),
+    "tests_on_gpus": (tests_on_gpus, "gpu_tests", "sanitizer_memcheck", "sanitizer_racecheck"),
     **{name: (write, name) for name, write in TABLES.items()},
+    "layer": (layer_tables.speeds, "layer"),
+    "layer_against_one_gpu": (layer_tables.against_one_gpu, "layer"),
+    "layer_exchanges_alone": (layer_tables.exchanges_alone, "layer"),
+    "layer_uneven_loads": (layer_tables.uneven_loads, "layer"),
+    "peers": (peers_speeds, "peers"),
+    "peers_details": (peers_details, "peers"),
     "learning": (learning_line, "convergence"),
     "published": (published_table, "train"),
     "tutorial": (partial(run_table, "tutorial"),),
