@@ -405,6 +405,21 @@ def test_expert_parallelism_of_a_frozen_base(world: int) -> None:
     assert run_ranks(_sharded, world) == [[(True, True)] * 2] * world
 
 
+@pytest.mark.parametrize("how", ["expert parallelism", "FSDP2"])
+def test_a_sharded_base_is_not_silently_left_in_mx(how: str, one_rank: None) -> None:
+    model, mesh = block(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    mxep.quantize_base(model)
+    if how == "FSDP2":
+        fully_shard(model)
+    else:
+        mxep.apply_mxfp8_expert_parallel(model.moe, mesh["ep"])
+    sharded = {"FSDP2": "wq.weight", "expert parallelism": "moe.experts.w1"}[how]
+    for fqns in (None, sharded):
+        with raises_naming(f"{sharded} is a DTensor", "not sharded", "full_tensor()"):
+            mxep.dequantize_base(model, fqns)
+    assert isinstance(model.wq.weight.to_local() if how == "FSDP2" else model.wq.weight, MXWeight)  # nothing was changed
+
+
 def test_a_weight_at_the_address_of_a_freed_one_has_a_form_of_its_own() -> None:
     """As when a merged adapter is frozen again: the new weight may get the address of the freed one."""
     layer = mxep.FusedMoE(mxep.MoEConfig(64, 32, 4, 2), "mxfp8_wgrad_with_hp")
