@@ -16,6 +16,7 @@ from tests.ranks import run_ranks
 from tests.truth import raises_naming, sqnr
 from tests.user_experts import PublicExperts
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -245,9 +246,9 @@ def test_a_compiled_linear_layer_of_torch() -> None:
         torch.testing.assert_close(got, expected)
 
 
-def shard(rank: int, world: int) -> dict[str, Any]:
-    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).bfloat16()
-    torch.manual_seed(0)
+def to_shard(seed: int = 0) -> nn.Sequential:
+    """A layer in MXFP8, one of torch, and stacked weights that are stored transposed, all frozen."""
+    torch.manual_seed(seed)
     experts = nn.Module()
     experts.is_transposed = True
     experts.weight = nn.Parameter(torch.randn(4, 64, 32, dtype=torch.bfloat16))
@@ -255,6 +256,11 @@ def shard(rank: int, world: int) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), experts).bfloat16()
     mxep.convert_linears(model, ["0"])
     mxep.quantize_base(model)
+    return model
+
+
+def shard(rank: int, world: int) -> dict[str, Any]:
+    model = to_shard()
     plain = copy.deepcopy(model)
     want = run(plain)
     for layer in model:
@@ -289,6 +295,19 @@ def test_fsdp_shards_the_bytes() -> None:
             "refused": True, "same": True, "local": ("MXWeight", (48, 64), (2, 64, 32)), "full": True, "sharded": True, "kind": "MXWeight",
             "bytes": 2 * 64 * 32, "world": 2,
         }  # fmt: skip
+
+
+def test_fsdp_over_one_rank_reads_the_bytes_of_now(one_rank: None) -> None:
+    """torch copies the first of the tensors that are gathered alone where there is nothing to gather."""
+    model, other = to_shard(), to_shard(seed=1)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for values in (to_shard(), other):
+        want, state = run(values), {name: dequantize_data(value) for name, value in values.state_dict().items()}
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+        for _ in range(2):
+            assert all(torch.equal(got, part) for got, part in zip(run(model), want, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -403,6 +422,21 @@ def _sharded(rank: int, world: int) -> list[tuple[bool, bool]]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_expert_parallelism_of_a_frozen_base(world: int) -> None:
     assert run_ranks(_sharded, world) == [[(True, True)] * 2] * world
+
+
+@pytest.mark.parametrize("how", ["expert parallelism", "FSDP2"])
+def test_a_sharded_base_is_not_silently_left_in_mx(how: str, one_rank: None) -> None:
+    model, mesh = block(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    mxep.quantize_base(model)
+    if how == "FSDP2":
+        fully_shard(model)
+    else:
+        mxep.apply_mxfp8_expert_parallel(model.moe, mesh["ep"])
+    sharded = {"FSDP2": "wq.weight", "expert parallelism": "moe.experts.w1"}[how]
+    for fqns in (None, sharded):
+        with raises_naming(f"{sharded} is a DTensor", "not sharded", "full_tensor()"):
+            mxep.dequantize_base(model, fqns)
+    assert isinstance(model.wq.weight.to_local() if how == "FSDP2" else model.wq.weight, MXWeight)  # nothing was changed
 
 
 def test_a_weight_at_the_address_of_a_freed_one_has_a_form_of_its_own() -> None:

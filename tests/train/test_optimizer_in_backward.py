@@ -10,9 +10,13 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, steps_of, trainer
+from tests.truth import raises_naming
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.models.loss import IGNORE
+from mxep.parallel import apply_ddp, build_meshes
+from mxep.train import AdamW, OptimizerInBackward
 from mxep.train.config import TrainConfig
 from mxep.train.data.loader import Batch
 from mxep.train.optimizer import GradientNorms
@@ -89,6 +93,18 @@ def test_the_update_measures_its_gradient(tmp_path: Path, text: str, one_rank: N
             assert work in (["mxep.adamw_step.default"], ["aten.zeros.default", "mxep.adamw_step.default"]), "the sum's zero once"
     found = float(run.in_backward.norm())
     assert found == pytest.approx(sum(parameter.numel() for parameter in parameters) ** 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("how", ["torch", "mxep"])
+@pytest.mark.parametrize("call", ["step", "norm"])
+def test_ddp_which_sums_gradients_after_the_update_is_an_error(how: str, call: str, one_rank: None) -> None:
+    model = torch.nn.Linear(64, 64)
+    ddp = DistributedDataParallel(model) if how == "torch" else apply_ddp(model, build_meshes(1, 1, "cpu"))
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    in_backward = OptimizerInBackward(optimizer)
+    ddp(torch.ones(2, 64)).sum().backward()
+    with raises_naming("OptimizerInBackward", "(64, 64)", "DistributedDataParallel", "apply_fsdp"):
+        optimizer.step() if call == "step" else in_backward.norm()
 
 
 def test_each_stream_has_a_sum_of_squares(monkeypatch: pytest.MonkeyPatch) -> None:

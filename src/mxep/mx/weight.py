@@ -171,7 +171,7 @@ class MXWeight(MXTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: torch.nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What FSDP2 gathers: the bytes of this rank's rows or experts.
+        """What FSDP2 gathers: the bytes of this rank's rows or experts; in one tensor on one rank, where torch reads the first alone.
 
         Raises:
             ValueError: on every rank, for shards that are not equal parts of the first dimension.
@@ -181,7 +181,8 @@ class MXWeight(MXTensor):
                 f"{_WHERE}: FSDP2 shards a weight {tuple(outer_size)} that is frozen in MX over {mesh.size()} ranks, this one has "
                 f"{tuple(self.shape)}, want equal parts of the first dimension; leave it out with ignored_params, or dequantise it"
             )
-        return (self.qdata.view(torch.uint8), self.scale.view(torch.uint8)), None
+        parts = self.qdata.view(torch.uint8), self.scale.view(torch.uint8)
+        return ((torch.cat([part.flatten() for part in parts]),) if mesh.size() == 1 else parts), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
@@ -189,7 +190,11 @@ class MXWeight(MXTensor):
         """The gathered weight, which has the memory of `outputs`; FSDP2 fills and empties that memory in later steps."""
         if out is not None:
             return None
-        qdata, scale = outputs
+        parts = outputs
+        if len(outputs) == 1:
+            data, scales = outputs[0].split([self.qdata.numel(), self.scale.numel()])
+            parts = data.view(self.qdata.shape), scales.view(self.scale.shape)
+        qdata, scale = parts
         return self._like(qdata.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), kept=None), outputs
 
     def _like(self, qdata: torch.Tensor, scale: torch.Tensor, **changed: Any) -> MXWeight:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mxep.checks import check_model
 from mxep.moe import Experts, Router
+from mxep.moe.init import local_tensor
 from mxep.mx.weight import MXWeight, check_weight
 from mxep.parallel.linears import ADAPTERS, KEPT_APART
 from mxep.parallel.module_names import as_patterns, check_patterns, matches_any, shown_names
@@ -168,7 +169,7 @@ def dequantize_base(model: nn.Module, fqns: str | Sequence[str] | None = None) -
         the names of the parameters that are plain now.
 
     Raises:
-        ValueError: a name that matches no frozen weight.
+        ValueError: a name that matches no frozen weight, a frozen weight that is sharded. No weight is changed then.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
@@ -179,9 +180,15 @@ def dequantize_base(model: nn.Module, fqns: str | Sequence[str] | None = None) -
     """
     check_model("dequantize_base", model)
     known, patterns = base_weights(model), as_patterns(fqns)
-    frozen = {name: place for name, place in known.items() if isinstance(place[0]._parameters[place[1]], MXWeight)}
+    frozen = {name: place for name, place in known.items() if isinstance(local_tensor(place[0].get_parameter(place[1])), MXWeight)}
     check_patterns("dequantize_base", patterns or [], "weight frozen in MX", frozen)
     chosen = {name: place for name, place in frozen.items() if matches_any(name, patterns)}
+    for fqn, (module, name) in chosen.items():
+        if isinstance(weight := module.get_parameter(name), DTensor):
+            raise ValueError(
+                f"dequantize_base: {fqn} is a DTensor {tuple(weight.shape)} of MX bytes, want a model that is not sharded; dequantise it "
+                "before, or take the whole values of one weight by full_tensor()"
+            )
     for module, name in chosen.values():
         dequantize_weight(module, name)
     return list(chosen)

@@ -7,9 +7,12 @@ first update has another form:
     skipping a step                   decided before backward, from the mean loss of all ranks, which is NaN without a target
     a non-finite norm, finite loss    some weights are updated already: the run ends with an error, without a checkpoint
     accumulation, pipeline            not possible: a gradient would be complete only after the last microbatch
+    DDP                               not possible: it sums gradients over the ranks after the update
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,10 @@ class OptimizerInBackward:
 
     Args:
         optimizer: its parameters get the hooks.
+
+    Raises:
+        ValueError: in `norm` and the optimizer's step, if a parameter has a gradient after its update: DDP made it, of all ranks, after
+            the update read that of this rank.
 
     Examples:
         >>> model = torch.nn.Linear(64, 64)
@@ -47,6 +54,7 @@ class OptimizerInBackward:
             for parameter in group["params"]:
                 self._groups[parameter] = number
                 parameter.register_post_accumulate_grad_hook(self._step)
+        optimizer.register_step_pre_hook(self._check_freed)
 
     @torch.no_grad()
     def decide(self, loss: Tensor) -> None:
@@ -62,6 +70,7 @@ class OptimizerInBackward:
 
     def norm(self) -> Tensor:
         """The joint 2-norm of the gradients since the last call, see `mxep.train.optimizer.gradient_norm`; NaN if the step was skipped."""
+        self._check_freed()
         norm = self._norms.joint()
         self._norms = GradientNorms()
         skipped = self.optimizer.found_inf
@@ -73,3 +82,13 @@ class OptimizerInBackward:
         group = self.optimizer.param_groups[self._groups[parameter]]  # a load replaces the groups
         self.optimizer.step_parameter(parameter, group, self._norms.squares_of(parameter.grad))
         parameter.grad = None
+
+    def _check_freed(self, *_: Any) -> None:
+        """Raise ValueError for a gradient that was made after the update. Takes and ignores the arguments of an optimizer's hooks."""
+        for parameter in self._groups:
+            if parameter.grad is not None:
+                raise ValueError(
+                    f"OptimizerInBackward: a parameter {tuple(parameter.shape)} has a gradient after its update, want none: "
+                    "DistributedDataParallel sums gradients over the ranks after the update, which read those of this rank; take "
+                    "mxep.parallel.apply_fsdp or torch's fully_shard, or step after backward"
+                )
