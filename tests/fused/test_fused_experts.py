@@ -12,13 +12,13 @@ import torch.distributed as dist
 from tests.fused.test_fused_ranks import KINDS, batch, layer
 from tests.fused.test_fused_symmetric import collective_group, gather_without_a_process_group, spread  # noqa: F401  a fixture
 from tests.moe_truth import C, D, E, H, draw, error, make, truth
+from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
 from tests.truth import assert_same, raises_naming
 from tests.virtual import run_virtual
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.fused import autograd
 from mxep.fused import options as fused_options
@@ -235,16 +235,6 @@ def test_saved_bytes_of_the_choices(wanted: str) -> None:
 _ALLOCATIONS_AND_VIEWS = {"empty", "new_empty", "new_empty_strided", "slice", "view", "transpose", "detach"}
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.names.append(func.name().split(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
 def test_torch_launches_no_kernels_of_its_own(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the package's operators torch only allocates and makes views. The choices take one operator, their gradient another."""
@@ -253,12 +243,12 @@ def test_torch_launches_no_kernels_of_its_own(recipe: str, monkeypatch: pytest.M
     best, x, dy = draw(generator, 160, E).topk(C), draw(generator, 160, D).bfloat16().requires_grad_(), draw(generator, 160, D).bfloat16()
     w1, b1, w2, b2 = joined(moe)
     scores = best.values.bfloat16().requires_grad_()
-    with _Operators() as found:
+    with OperatorCalls() as calls:
         fused_experts(x, best.indices, scores, w1, b1, w2, b2, E, group="", recipe=recipe).backward(dy)
     assert scores.grad is not None
-    assert {name.removeprefix("aten::") for name in found.names if name.startswith("aten::")} <= _ALLOCATIONS_AND_VIEWS
-    routing = ("mxep::sort_topk", "mxep::index_topk", "mxep::gather_or_zero", "mxep::pack_topk")
-    assert [found.names.count(name) for name in routing] == [1, 1, 1, 0]
+    assert set(calls.short_names("aten")) <= _ALLOCATIONS_AND_VIEWS
+    routing = ("sort_topk", "index_topk", "gather_or_zero", "pack_topk")
+    assert [calls.short_names("mxep").count(name) for name in routing] == [1, 1, 1, 0]
 
 
 def over_ranks(rank: int, world: int) -> None:

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
 from tests.truth import sqnr
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 peft = pytest.importorskip("peft", reason="a development tool")
@@ -73,27 +73,15 @@ def test_gradients_of_adapters_are_those_of_grouped_mm(family: str) -> None:
         assert 17 < sqnr(want[name], ours[name]) < 60, name
 
 
-class _Names(TorchDispatchMode):
-    """The names of mxep's operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(str(function))
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(("targets", "learn"), [(ON_ATTENTION, False), (ON_EXPERTS, True)], ids=["attention", "experts"])
 def test_frozen_experts_have_no_gradients_of_weights(targets: dict[str, Any], learn: bool) -> None:
     model = adapted("Qwen3Moe", **targets)
     model.base_model.model.set_experts_implementation("mxep")
     loss = model(input_ids=tokens_of(0), labels=tokens_of(0)).loss
-    with _Names() as ran:
+    with OperatorCalls() as calls:
         loss.backward()
-    assert any("wgrad" in name for name in ran.seen) == learn
-    assert any("mxep.grouped_mm" in name for name in ran.seen)  # dgrad
+    assert any("wgrad" in name for name in calls.names) == learn
+    assert any("mxep.grouped_mm" in name for name in calls.names)  # dgrad
 
 
 def test_a_merged_model_is_the_adapted_one() -> None:
