@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.moe_truth import D, H, draw, error, make, truth, walk
+from tests.spies import spy_on
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 
@@ -89,12 +90,11 @@ def test_saved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, rest = divmod(kept["first product"], 2 * H * 2)
     assert rest == 0
     assert saved_bytes(moe(x)) == kept | {"first product": rows * 2 * H * 33 // 32}
-    asked, activate = [], expert_mlp.activate
-    monkeypatch.setattr(expert_mlp, "activate", lambda *args: (asked.append(args[-1]), activate(*args))[1])
+    activate = spy_on(monkeypatch, expert_mlp, "activate")
     moe(x)
     with torch.no_grad():
         moe(x)
-    assert asked == ["rceil", ""], "nothing is saved in inference"
+    assert [call.args[-1] for call in activate.call_args_list] == ["rceil", ""], "nothing is saved in inference"
 
 
 @pytest.mark.usefixtures("poison")
