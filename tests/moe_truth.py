@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,6 +88,18 @@ def walk(moe: MoE, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 def error(got: Tensor, want: Tensor) -> float:
     """Relative, in the Frobenius norm."""
     return float((got.double() - want).norm() / want.norm().clamp(min=1e-300))
+
+
+def error_ratios(results: Iterable[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]]) -> dict[str, float]:
+    """Of (ours, theirs, truth) each: our error over theirs, both root mean squares over all results, by name."""
+    squares: dict[str, list[float]] = {}
+    for ours, theirs, want in results:
+        for name, got in ours.items():
+            assert (got.dtype, got.shape) == (theirs[name].dtype, theirs[name].shape)
+            both_squares = squares.setdefault(name, [0.0, 0.0])
+            for at, value in enumerate((got, theirs[name])):
+                both_squares[at] += error(value, want[name]) ** 2
+    return {name: (ours / theirs) ** 0.5 for name, (ours, theirs) in squares.items()}
 
 
 def draw(generator: torch.Generator, *shape: int) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from tests.fused.test_fused_ranks import KINDS, batch, layer
 from tests.fused.test_fused_symmetric import collective_group, gather_without_a_process_group, spread  # noqa: F401  a fixture
-from tests.moe_truth import C, D, E, H, draw, error, make, truth
+from tests.moe_truth import C, D, E, H, draw, error_ratios, make, truth
 from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
+from tests.spies import spy_on
 from tests.truth import assert_same, raises_naming
 from tests.virtual import run_virtual
 from torch import Tensor
@@ -59,14 +60,7 @@ def check_bits(
     moe, generator = make(FusedMoE, recipe, dtype, expert_biases=True), torch.Generator().manual_seed(7)
     x, dy = (draw(generator, 150, D).to(dtype) for _ in range(2))
     router, options = moe.router.gate.weight.detach().requires_grad_(), {"group": "", "recipe": recipe}
-    asked: dict[str, Tensor] = {}
-    original = autograd.router_gradients
-
-    def spied(logits: Tensor, experts: Tensor, d_scores: Tensor, *rest: Any) -> Tensor:
-        asked["scores"] = d_scores
-        return original(logits, experts, d_scores, *rest)
-
-    monkeypatch.setattr(autograd, "router_gradients", spied)
+    of_router = spy_on(monkeypatch, autograd, "router_gradients")
     w1, b1, w2, b2 = joined(moe)
     y = fused_moe(x, router, w1, b1, w2, b2, C, E, config, **options)  # type: ignore[arg-type]
     want = gradients(y, dy, router=router, w1=w1, b1=b1, w2=w2, b2=b2)
@@ -77,7 +71,9 @@ def check_bits(
     got = gradients(y, dy, scores=scores, w1=w1, b1=b1, w2=w2, b2=b2)
     with pytest.raises(ValueError, match="saved_bytes: the backward of this tensor has freed what was kept"):
         saved_bytes(y)
-    want["scores"] = asked["scores"].gather(1, experts.argsort(1).argsort(1))  # there a token's choices are in the experts' order
+    want["scores"] = of_router.call_args.args[2].gather(
+        1, experts.argsort(1).argsort(1)
+    )  # there a token's choices are in the experts' order
     for name, value in got.items():
         (assert_same if name == "y" else same)(value, want[name], name)
 
@@ -166,7 +162,7 @@ def check_missing_and_repeated_experts(modes: tuple[str, str], rows: Any) -> Non
 
 def check_errors_with_a_plain_router(recipe: str) -> None:
     """With a router in plain torch each error against float64 is at most 1.05 times that of the whole layer."""
-    squares: dict[str, list[float]] = {}
+    results = []
     for seed in range(3):
         moe, generator = make(FusedMoE, recipe, seed=seed), torch.Generator().manual_seed(seed)
         x, dy = (draw(generator, 400, D).bfloat16() for _ in range(2))
@@ -180,12 +176,9 @@ def check_errors_with_a_plain_router(recipe: str) -> None:
         want = truth(moe, x, dy, best.indices)
         want |= {"router": want["router.gate.weight"], "w2": want["experts.w2"]}
         want["w1"] = torch.cat((want["experts.w1"], want["experts.w3"]), 1)
-        for name, value in got.items():
-            both = squares.setdefault(name, [0.0, 0.0])
-            for at, one in enumerate((value, of_layer[name])):
-                both[at] += error(one, want[name]) ** 2
-    for name, (ours, theirs) in squares.items():
-        assert (ours / theirs) ** 0.5 <= 1.05, f"{name}: {(ours / theirs) ** 0.5:.3f}"
+        results.append((got, of_layer, want))
+    for name, ratio in error_ratios(results).items():
+        assert ratio <= 1.05, f"{name}: {ratio:.3f}"
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
