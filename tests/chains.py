@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.truth import Calls, Case, Saved, assert_all_same, assert_same, make_case
+from tests.truth import Case, assert_all_same, assert_same, make_case, saved_tensors, sent_bytes
 from torch.utils.checkpoint import checkpoint
 
 from mxep import Recipe
@@ -63,10 +63,10 @@ def check_wire(chain: Chain, me: int, world: int, *args: Any) -> None:
     """One packed exchange per direction: records of D there and rows of N back, in backward records of N there and rows of D back."""
     case = make_case("uneven", world, L)
     sent, received = sum(case.sent(me)), sum(case.received(me))
-    with Calls() as calls:
+    with sent_bytes() as calls:
         out = chain(*leaves(case, me, torch.bfloat16), case, me, *args)
     assert calls == [sent * record_bytes(D), received * N * 2]
-    with Calls() as calls:
+    with sent_bytes() as calls:
         out.sum().backward()  # an expanded gradient
     assert calls == [sent * record_bytes(N), received * D * 2]
 
@@ -96,7 +96,7 @@ def check_checkpointing(chain: Chain, me: int, world: int, *args: Any) -> None:
 def check_inference(chain: Chain, me: int, world: int, *args: Any) -> None:
     case = make_case("uneven", world, L)
     x, w = leaves(case, me, torch.bfloat16)
-    with torch.no_grad(), Saved() as saved:
+    with torch.no_grad(), saved_tensors() as saved:
         out = chain(x, w, case, me, *args)
     assert saved == []
     assert_same(out, chain(x, w, case, me, *args).detach())

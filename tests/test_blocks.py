@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
-from tests.truth import Calls
+from tests.truth import sent_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -68,9 +68,9 @@ def exchanged(mode: str, fused: bool, world: int) -> tuple[list[int], list[int],
     block.moe.group = mesh.get_group()
     recompute_blocks([block], mode)  # type: ignore[arg-type]
     x = torch.randn(2, 24, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    with Calls() as forward:
+    with sent_bytes() as forward:
         out = block(x)
-    with Calls() as backward:
+    with sent_bytes() as backward:
         out.square().sum().backward()
     return forward, backward, [x.grad, *(p.grad for p in block.parameters())]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.chains import by_plan
 from tests.ranks import run_ranks
-from tests.truth import Calls, assert_same, make_case, raises_naming
+from tests.truth import assert_same, make_case, raises_naming, sent_bytes
 from torch.utils.checkpoint import checkpoint
 
 import mxep.grouped_mm.function
@@ -298,7 +298,7 @@ def on_ranks(rank: int, world: int) -> None:
             results = []
             for function in (graph, step):
                 x, weight = case.inputs(D, torch.float32)[rank].requires_grad_(), w.clone().requires_grad_()
-                with Calls() as calls:
+                with sent_bytes() as calls:
                     out = function(x, weight, case.received(rank), case.sent(rank), case.rank_major(rank), group)
                     out.square().sum().backward()
                 assert len(calls) == 4, "one exchange per block and direction"

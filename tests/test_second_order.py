@@ -14,7 +14,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from tests.derivative_cases import CASES, SYMMETRIC, Case, leaf, values
 from tests.operator_calls import OperatorCalls
-from tests.truth import Saved
+from tests.truth import saved_tensors
 from tests.virtual import run_virtual
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -220,7 +220,7 @@ def test_every_autograd_function_is_of_first_order(path: Path) -> None:
 def test_evaluation_quantises_rows_alone(name: str) -> None:
     a, w = operands()
     for context in (torch.no_grad(), torch.inference_mode()):
-        with context, OperatorCalls() as ran, Saved() as saved:
+        with context, OperatorCalls() as ran, saved_tensors() as saved:
             expert_mm(a, w, OFFS, RECIPES[name])
         assert ran.short_names("mxep") == ["quantize", "quantize", "grouped_mm_mx"]
         assert saved == []
@@ -229,7 +229,7 @@ def test_evaluation_quantises_rows_alone(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"])
 def test_ep_grouped_mm_makes_nothing_for_wgrad_in_evaluation(name: str) -> None:
     a, w = operands()
-    with torch.no_grad(), OperatorCalls() as ran, Saved() as saved:
+    with torch.no_grad(), OperatorCalls() as ran, saved_tensors() as saved:
         out = ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), "", name)
     assert {"quantize_rowwise_columnwise", "quantize_columnwise"}.isdisjoint(ran.short_names("mxep"))
     assert ran.short_names("mxep").count("grouped_mm_mx") == 1
@@ -245,7 +245,7 @@ def test_frozen_weights_keep_no_input(name: str, fused: bool) -> None:
     experts.fused = fused
     experts.requires_grad_(False)
     x = torch.randn(64, 64).requires_grad_()
-    with Saved() as saved:
+    with saved_tensors() as saved:
         y = experts(x, torch.tensor([32, 32]))
     weights = {w.untyped_storage().data_ptr() for w in experts.parameters()}
     kept = [t for t in saved if t.untyped_storage().data_ptr() not in weights]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests import chains
 from tests.chains import D, Group, L, N, by_plan, layered, leaves, run, weights
 from tests.ranks import run_ranks
-from tests.truth import KINDS, Calls, Case, Saved, assert_all_same, assert_same, make_case, raises_naming
+from tests.truth import KINDS, Case, assert_all_same, assert_same, make_case, raises_naming, saved_tensors, sent_bytes
 from torch.utils.checkpoint import checkpoint
 
 from mxep import (
@@ -81,7 +81,7 @@ def check_public_blocks(me: int, world: int, group: Group) -> None:
 def saved_bytes(case: Case, me: int, group: Group, recipe: Recipe, needs_x: bool = True, needs_w: bool = True) -> int:
     """Bytes that one forward keeps for backward, without the weight."""
     x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(needs_x), weights(me, torch.bfloat16).requires_grad_(needs_w)
-    with Saved() as saved:
+    with saved_tensors() as saved:
         one_call(x, w, case, me, group, recipe)
     return sum(tensor.nbytes for tensor in saved if tensor.data_ptr() != w.data_ptr())
 
@@ -283,7 +283,7 @@ def compiled_on_ranks(rank: int, world: int) -> None:
         found = []
         for function in (graph, step):
             x, w = case.inputs(D, torch.float32)[rank].requires_grad_(), weights(rank, torch.float32)
-            with Calls() as calls:
+            with sent_bytes() as calls:
                 out = function(x, w, case.sent(rank), case.received(rank), case.rank_major(rank))
                 out.square().sum().backward()
             assert len(calls) == 4

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.moe_truth import ACTIVATIONS, C, D, E, H, both, choice_gradients, draw, error, error_ratios, make, truth, walk
 from tests.spies import spy_on
-from tests.truth import assert_same, raises_naming
+from tests.truth import assert_same, raises_naming, saved_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -79,9 +79,8 @@ def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkey
         walk(fused, x, dy)
         parameters = {name: value.detach().double() for name, value in blocks.named_parameters()}
         want = choice_gradients(blocks, parameters, x.double(), dy.double(), routing.experts)
-        as_chosen = of_fused.call_args.args[2].gather(
-            1, routing.experts.argsort(1).argsort(1)
-        )  # the fused layer has a token's choices in the order of the experts
+        in_order = of_fused.call_args.args[2]  # the fused layer has a token's choices in the order of the experts
+        as_chosen = in_order.gather(1, routing.experts.argsort(1).argsort(1))
         for name, got in (("fused", as_chosen), ("blocks", routing.scores.grad)):
             errors[name].append((got.double() - want).abs().flatten())
     ours, theirs = (torch.cat(errors[name]) for name in errors)
@@ -273,8 +272,7 @@ def test_saved_bytes() -> None:
     assert saved_bytes(moe(x)) == kept | {"first product": 0}
     moe.runtime = RuntimeEPConfig(redispatch_x_in_backward=True)
     assert saved_bytes(moe(x)) == kept | {"dispatched tokens": 0}
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         for context in (torch.no_grad(), torch.inference_mode()):
             with context:
                 y = moe(x)

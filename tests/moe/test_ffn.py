@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.moe_truth import error
+from tests.truth import saved_tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -94,28 +95,23 @@ def test_saves_half_of_what_the_separate_gemms_save() -> None:
     x = quantize_mx(rows("normal")[0]).requires_grad_()
     taken = {}
     for fused in (True, False):
-        module, saved = experts("mxfp8_wgrad_with_hp", fused=fused), {}
-
-        def keep(value: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            saved[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-            return value
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        module = experts("mxfp8_wgrad_with_hp", fused=fused)
+        with saved_tensors() as saved:
             module(x, COUNTS)
+        kept = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in saved}
         constant = sum(w.nbytes for w in module.parameters()) + x.qdata.nbytes + x.scale.nbytes + L * 4
-        taken[fused] = sum(saved.values()) - constant
+        taken[fused] = sum(kept.values()) - constant
     assert taken[True] == P * 2 * H * 2
     assert taken[False] == 2 * taken[True]
 
 
 def test_saves_mx_bytes_where_wgrad_reads_them() -> None:
     """x in bf16 is kept as its MX bytes; h and its gradient nowhere."""
-    x, saved = rows("normal")[0].requires_grad_(), {}
-    module = experts("mxfp8_gemm_wgrad_with_mx")
-    with torch.autograd.graph.saved_tensors_hooks(lambda v: saved.setdefault(v.data_ptr(), v) if v.numel() else v, lambda v: v):
+    x, module = rows("normal")[0].requires_grad_(), experts("mxfp8_gemm_wgrad_with_mx")
+    with saved_tensors() as saved:
         module(x, COUNTS)
     weights = sum(w.nbytes for w in module.parameters())
-    assert sum(v.nbytes for v in saved.values()) == weights + L * 4 + P * D * 33 // 32 + P * 2 * H * 2
+    assert sum({v.data_ptr(): v.nbytes for v in saved}.values()) == weights + L * 4 + P * D * 33 // 32 + P * 2 * H * 2
 
 
 @pytest.mark.parametrize("kind", ["normal", "student", "outliers"])

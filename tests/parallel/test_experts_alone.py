@@ -14,6 +14,7 @@ import torch
 from tests.operator_calls import OperatorCalls
 from tests.parallel.test_data_parallel import CONFIG, Net, batches, objective
 from tests.ranks import run_ranks
+from tests.truth import saved_tensors
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -131,8 +132,7 @@ def test_backward_keeps_the_weights_themselves(kind: str, recipe: str, meshes: M
     net = build(meshes, recipe, kind)
     weights = weights_of(net)
     shapes, own = {tuple(sorted(w.shape)) for w in weights}, {w.data_ptr() for w in weights}
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+    with saved_tensors() as kept:
         objective(net, tokens_of_rank(net, 0, 1)[0], 37)
     found = [t for t in kept if tuple(sorted(t.shape)) in shapes]
     assert {t.data_ptr() for t in found} == own
