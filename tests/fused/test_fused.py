@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.moe_truth import ACTIVATIONS, C, D, E, H, both, choice_gradients, draw, error, error_ratios, make, truth, walk
+from tests.moe_truth import ACTIVATIONS, C, D, E, H, both, choice_gradients, draw, error, error_ratios, make, tokens, truth, walk
 from tests.spies import spy_on
 from tests.truth import assert_same, raises_naming, saved_tensors
 from torch import Tensor, nn
@@ -27,18 +27,6 @@ from mxep.shapes import record_bytes, round_up
 
 MX_RECIPES = [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"]
 DISPATCH, COMBINE = ("rank_dedup", "all_to_all", "all_gather"), ("rank_dedup", "all_to_all", "reduce_scatter")
-
-
-def tokens(count: int, dtype: torch.dtype = torch.bfloat16, kind: str = "normal", width: int = D) -> tuple[Tensor, Tensor]:
-    """x and dy (T, width)."""
-    generator = torch.Generator().manual_seed(7)
-    x, dy = (draw(generator, count, width) for _ in range(2))
-    if kind == "student":
-        x = x / draw(generator, count, width).abs()
-    if kind == "outliers":
-        x[:, :4] *= 30
-        dy = dy * torch.exp(1.5 * draw(generator, count, 1))
-    return x.to(dtype), dy.to(dtype)
 
 
 def pooled_errors(recipe: str, kind: str, seeds: int, **changes: object) -> dict[str, float]:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.moe_truth import C, D, E, H, draw, error, make, truth, walk
+from tests.moe_truth import C, D, E, H, error, make, tokens, truth, walk
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,11 +22,6 @@ from mxep.recipe import RECIPES
 
 T = 160
 BOUNDED = RuntimeEPConfig(scratch_rows=192)
-
-
-def tokens(count: int = T, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return draw(generator, count, D).to(dtype), draw(generator, count, D).to(dtype)
 
 
 class Products(TorchDispatchMode):

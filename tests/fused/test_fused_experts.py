@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.fused.test_fused_ranks import KINDS, batch, layer
-from tests.fused.test_fused_symmetric import collective_group, gather_without_a_process_group, spread  # noqa: F401  a fixture
+from tests.fused.test_fused_symmetric import gather_without_a_process_group, spread  # noqa: F401  a fixture
 from tests.moe_truth import C, D, E, H, draw, error_ratios, make, truth
 from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
 from tests.spies import spy_on
 from tests.truth import assert_same, raises_naming
-from tests.virtual import run_virtual
+from tests.virtual import collective_group, run_virtual
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.moe_truth import D, H, draw, error, make, truth, walk
+from tests.moe_truth import H, draw, error, make, tokens, truth, walk
 from tests.spies import spy_on
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
@@ -19,11 +19,6 @@ from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import RECIPES
 
 IN_MX = RuntimeEPConfig(keep_first_product="mxfp8")
-
-
-def tokens(count: int, width: int = D) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return draw(generator, count, width).bfloat16(), draw(generator, count, width).bfloat16()
 
 
 @pytest.mark.parametrize("name", ["swiglu", "clamped", "geglu", "relu2"])
@@ -67,7 +62,7 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
 def test_outputs_are_equal_and_gradients_are_close(recipe: str) -> None:
     """Error against float64 over that with the product kept as it is: what docs/numerics.md says; in high precision all there is."""
     moe = make(FusedMoE, recipe, dim=128, expert_biases=True)
-    x, dy = tokens(600, 128)
+    x, dy = tokens(600, width=128)
     want = truth(moe, x, dy, moe.router(x).experts)
     whole = walk(moe, x, dy)
     moe.runtime = IN_MX
