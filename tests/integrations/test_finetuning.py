@@ -21,9 +21,8 @@ trl = pytest.importorskip("trl", reason="a development tool")
 
 from accelerate import Accelerator  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from tests.integrations.test_peft_0_21 import byte_tokenizer, tokens_of  # noqa: E402
 from tests.integrations.test_transformers_5 import ALL_ATTENTION, build  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 from transformers.integrations.moe import ExpertsInterface  # noqa: E402
 
 from mxep.integrations import transformers_5  # noqa: E402
@@ -38,10 +37,6 @@ def _registered() -> Iterator[None]:
     transformers_5.register()
     yield
     del ExpertsInterface._global_mapping["mxep"], transformers_5.EPImplementationInterface._global_mapping["mxep"]
-
-
-def tokens_of(seed: int) -> Tensor:
-    return torch.randint(3, 256, (2, 21), generator=torch.Generator().manual_seed(seed))
 
 
 def adapted(family: str, **targets: Any) -> Any:
@@ -96,12 +91,8 @@ def test_a_merged_model_is_the_adapted_one() -> None:
 
 def preferences() -> dict[str, Any]:
     """Arguments of DPOTrainer besides its models."""
-    alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())][:256]
-    by_bytes = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
-    by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=by_bytes, pad_token="<pad>", eos_token="<eos>")
     rows = [{"prompt": f"{n} plus 1 =", "chosen": f" {n + 1}", "rejected": " 0"} for n in range(4)]
-    return {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    return {"train_dataset": Dataset.from_list(rows), "processing_class": byte_tokenizer()}
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL 1.16 still says it
