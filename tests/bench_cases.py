@@ -20,6 +20,8 @@ SHAPE_KEYS = {
     "layer": ["T", "T_global", "D", "H", "E", "L", "C"],
     "quantize": ["T", "D"],
     "rows": ["T", "D"],
+    "swiglu": ["T", "H"],
+    "experts": ["T", "D", "H", "L"],
     "optimizer": ["T", "D"],
     "grouped-mm": ["M", "K", "N", "G"],
     "linears": ["T", "K", "N"],

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
-from tests.truth import Calls
+from tests.truth import sent_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
 from mxep.parallel import Recompute, compile_blocks, parallelize_moe, recompute_blocks
@@ -34,25 +33,15 @@ class Block(nn.Module):
         return x + self.moe(x)
 
 
-class Count(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def gradients(block: Block, counting: bool = True) -> tuple[list[Tensor], Counter[str]]:
     """Gradients of everything, and how often backward called which operator (compiled code would run eagerly)."""
     x = torch.randn(2, 24, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
     out = block(x)
-    count = Count()
-    with count if counting else contextlib.nullcontext():
+    calls = OperatorCalls()
+    with calls if counting else contextlib.nullcontext():
         out.square().sum().backward()
     assert block.moe.tokens_per_expert.sum() == 2 * 24 * 2, "the load is counted once"
-    return [x.grad, *(p.grad for p in block.parameters())], count.calls
+    return [x.grad, *(p.grad for p in block.parameters())], calls.counts
 
 
 def test_operators_that_recomputation_runs_again() -> None:
@@ -79,9 +68,9 @@ def exchanged(mode: str, fused: bool, world: int) -> tuple[list[int], list[int],
     block.moe.group = mesh.get_group()
     recompute_blocks([block], mode)  # type: ignore[arg-type]
     x = torch.randn(2, 24, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    with Calls() as forward:
+    with sent_bytes() as forward:
         out = block(x)
-    with Calls() as backward:
+    with sent_bytes() as backward:
         out.square().sum().backward()
     return forward, backward, [x.grad, *(p.grad for p in block.parameters())]
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.chains import by_plan
 from tests.ranks import run_ranks
-from tests.truth import Calls, assert_same, make_case, raises_naming
+from tests.truth import assert_same, make_case, raises_naming, sent_bytes
 from torch.utils.checkpoint import checkpoint
 
 import mxep.grouped_mm.function
@@ -24,7 +25,6 @@ from mxep import (
 )
 from mxep.ep import blocks
 from mxep.ep.exchange_plan import ExchangePlan
-from mxep.grouped_mm.function import expert_mm
 from mxep.recipe import RECIPES, resolve_recipe
 
 D, N, L, ROWS = 64, 96, 2, 45
@@ -269,8 +269,7 @@ def test_plan_and_recipe_in_one_graph(name: str, saw: list[str]) -> None:
         plan = ExchangePlan.from_counts(COUNTS, group)
 
         def layer(x: torch.Tensor, w: torch.Tensor, plan: ExchangePlan = plan) -> torch.Tensor:
-            permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
-            return blocks.combine(blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
+            return by_plan(x, w, plan, recipe)
 
         assert_runs_like(compiled(layer, True), layer, torch.bfloat16)
 
@@ -299,7 +298,7 @@ def on_ranks(rank: int, world: int) -> None:
             results = []
             for function in (graph, step):
                 x, weight = case.inputs(D, torch.float32)[rank].requires_grad_(), w.clone().requires_grad_()
-                with Calls() as calls:
+                with sent_bytes() as calls:
                     out = function(x, weight, case.received(rank), case.sent(rank), case.rank_major(rank), group)
                     out.square().sum().backward()
                 assert len(calls) == 4, "one exchange per block and direction"

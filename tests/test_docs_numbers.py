@@ -197,39 +197,33 @@ def test_special_cases_table() -> None:
             assert f"{dequantize(qdata, scale, torch.float32)[0, 0].item():.6g}" == reads_back, (row[0], mode)
 
 
-def test_special_cases_as_torchao() -> None:
+def equal_to_torchao(blocks: torch.Tensor) -> list[bool]:
+    """Whether the bytes of scales and values, in RCEIL and in FLOOR, are torchao's."""
     pytest.importorskip("torchao", reason="the oracle is a development tool")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.prototype.mx_formats.config import ScaleCalculationMode as OracleMode
         from torchao.prototype.mx_formats.mx_tensor import to_mx as oracle_to_mx
+    equal = []
+    for mode in OracleMode.RCEIL, OracleMode.FLOOR:
+        scale, qdata = oracle_to_mx(blocks, torch.float8_e4m3fn, 32, mode)
+        ours_q, ours_s = quantize(blocks, mode.name.lower())
+        equal += [torch.equal(a.view(torch.uint8).flatten(), b.view(torch.uint8).flatten()) for a, b in ((scale, ours_s), (qdata, ours_q))]
+    return equal
+
+
+def test_special_cases_as_torchao() -> None:
     for row in table(FORMAT, "value", "RCEIL: scale"):
         block = torch.zeros(1, 32)
         block[0, 0] = value_of(row[0])
-        equal = []
-        for mode in OracleMode.RCEIL, OracleMode.FLOOR:
-            scale, qdata = oracle_to_mx(block, torch.float8_e4m3fn, 32, mode)
-            ours_q, ours_s = quantize(block, mode.name.lower())
-            equal += [
-                torch.equal(a.view(torch.uint8).flatten(), b.view(torch.uint8).flatten()) for a, b in ((scale, ours_s), (qdata, ours_q))
-            ]
-        assert ("yes" if all(equal) else "no") == row[8], row[0]
+        assert ("yes" if all(equal_to_torchao(block)) else "no") == row[8], row[0]
 
 
 def test_bytes_equal_torchao_on_every_finite_bf16_value() -> None:
-    pytest.importorskip("torchao", reason="the oracle is a development tool")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode as OracleMode
-        from torchao.prototype.mx_formats.mx_tensor import to_mx as oracle_to_mx
     values = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
     blocks_of = torch.zeros(values.numel(), 32, dtype=torch.bfloat16)
     blocks_of[:, 0], blocks_of[:, 1] = values, -values
-    for mode in OracleMode.RCEIL, OracleMode.FLOOR:
-        scale, qdata = oracle_to_mx(blocks_of, torch.float8_e4m3fn, 32, mode)
-        ours_q, ours_s = quantize(blocks_of, mode.name.lower())
-        assert torch.equal(scale.view(torch.uint8), ours_s.view(torch.uint8))
-        assert torch.equal(qdata.view(torch.uint8), ours_q.view(torch.uint8))
+    assert all(equal_to_torchao(blocks_of))
 
 
 def test_record_table() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.operator_calls import OperatorCalls
 from tests.programs.host_cost import frames_in
 from tests.truth import raw
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep import operators, reference
 from mxep.operators import OVERLOADS, direct
@@ -479,11 +479,6 @@ def _dispatched(call: Callable[[], object]) -> int:
         return frames_in(call, ours)
 
 
-class _Nothing(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_direct_calls_enter_the_dispatcher_only_if_needed() -> None:
     x = torch.randn(4, 64)
     want = torch.ops.mxep.quantize(x, "rceil")
@@ -493,7 +488,7 @@ def test_direct_calls_enter_the_dispatcher_only_if_needed() -> None:
     with torch.no_grad():
         assert _dispatched(lambda: direct.quantize(leaf, "rceil")) == 0
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(want, direct.quantize(x, "rceil"), strict=True))
-        with _Nothing():
+        with OperatorCalls():
             assert _dispatched(lambda: direct.quantize(x, "rceil")) == 1
         assert _dispatched(lambda: torch.vmap(lambda rows: direct.quantize(rows, "rceil"))(torch.stack((x, x)))) == 1
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

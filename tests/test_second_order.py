@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from tests.derivative_cases import CASES, SYMMETRIC, Case, leaf, values
-from tests.truth import Saved
+from tests.operator_calls import OperatorCalls
+from tests.truth import saved_tensors
 from tests.virtual import run_virtual
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
 from mxep import ep_grouped_mm, to_mxfp8_a2a_dequant
@@ -216,36 +216,23 @@ def test_every_autograd_function_is_of_first_order(path: Path) -> None:
         assert getattr(module, name).backward.__wrapped__, f"{path}: {name} is no first_order function"
 
 
-class Operators(TorchDispatchMode):
-    """Names of our operators that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "mxep":
-            self.names.append(func._schema.name.removeprefix("mxep::"))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"])
 def test_evaluation_quantises_rows_alone(name: str) -> None:
     a, w = operands()
     for context in (torch.no_grad(), torch.inference_mode()):
-        with context, Operators() as ran, Saved() as saved:
+        with context, OperatorCalls() as ran, saved_tensors() as saved:
             expert_mm(a, w, OFFS, RECIPES[name])
-        assert ran.names == ["quantize", "quantize", "grouped_mm_mx"]
+        assert ran.short_names("mxep") == ["quantize", "quantize", "grouped_mm_mx"]
         assert saved == []
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"])
 def test_ep_grouped_mm_makes_nothing_for_wgrad_in_evaluation(name: str) -> None:
     a, w = operands()
-    with torch.no_grad(), Operators() as ran, Saved() as saved:
+    with torch.no_grad(), OperatorCalls() as ran, saved_tensors() as saved:
         out = ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), "", name)
-    assert {"quantize_rowwise_columnwise", "quantize_columnwise"}.isdisjoint(ran.names)
-    assert ran.names.count("grouped_mm_mx") == 1
+    assert {"quantize_rowwise_columnwise", "quantize_columnwise"}.isdisjoint(ran.short_names("mxep"))
+    assert ran.short_names("mxep").count("grouped_mm_mx") == 1
     assert saved == []
     trained = ep_grouped_mm(a, w, [64], [64], torch.tensor([32, 32]), "", name)
     assert torch.equal(out, trained)
@@ -258,7 +245,7 @@ def test_frozen_weights_keep_no_input(name: str, fused: bool) -> None:
     experts.fused = fused
     experts.requires_grad_(False)
     x = torch.randn(64, 64).requires_grad_()
-    with Saved() as saved:
+    with saved_tensors() as saved:
         y = experts(x, torch.tensor([32, 32]))
     weights = {w.untyped_storage().data_ptr() for w in experts.parameters()}
     kept = [t for t in saved if t.untyped_storage().data_ptr() not in weights]

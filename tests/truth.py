@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -173,37 +176,22 @@ def pick(rows: torch.Tensor, row_map: list[int] | torch.Tensor) -> torch.Tensor:
     return picked.view(rows.dtype) if rows.element_size() == 1 else picked
 
 
-class Saved:
-    """Context: records the tensors that autograd saves in it."""
-
-    def __enter__(self) -> list[torch.Tensor]:
-        saved: list[torch.Tensor] = []
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            saved.append(tensor)
-            return tensor
-
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return saved
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
+@contextlib.contextmanager
+def saved_tensors() -> Iterator[list[torch.Tensor]]:
+    """The tensors that autograd saves inside."""
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        yield saved
 
 
-class Calls:
-    """Context: counts the calls of `torch.distributed.all_to_all_single` and the bytes that each sent."""
+@contextlib.contextmanager
+def sent_bytes() -> Iterator[list[int]]:
+    """The bytes that each call of `torch.distributed.all_to_all_single` inside has sent."""
+    calls, exchange = list[int](), torch.distributed.all_to_all_single
 
-    def __enter__(self) -> list[int]:
-        self._original = torch.distributed.all_to_all_single
-        calls: list[int] = []
+    def counted(output: torch.Tensor, input: torch.Tensor, *args: object, **kwargs: object) -> object:
+        calls.append(input.numel() * input.element_size())
+        return exchange(output, input, *args, **kwargs)
 
-        def counted(output: torch.Tensor, input: torch.Tensor, *args: object, **kwargs: object) -> object:
-            calls.append(input.numel() * input.element_size())
-            return self._original(output, input, *args, **kwargs)
-
-        torch.distributed.all_to_all_single = counted
-        return calls
-
-    def __exit__(self, *error: object) -> None:
-        torch.distributed.all_to_all_single = self._original
+    with mock.patch.object(torch.distributed, "all_to_all_single", counted):
+        yield calls

@@ -213,6 +213,30 @@ def symmetric(name: str) -> SymmetricTransport:
     return transport
 
 
+class ExchangesOnly:
+    """A transport with exchanges only, so that a layer takes the collective path."""
+
+    name = "plain"
+
+    def __init__(self, symmetric: SymmetricTransport) -> None:
+        self._symmetric, self.world, self.rank = symmetric, symmetric.world, symmetric.rank
+
+    def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
+        return self._symmetric.exchange(rows, output_splits, input_splits)
+
+    def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
+        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
+
+    def close(self) -> None:
+        pass
+
+
+def collective_group(name: str) -> str:
+    """Registers a group of the same ranks with exchanges only; returns its name."""
+    register(f"plain {name}", ExchangesOnly(symmetric(name)))  # type: ignore[arg-type]
+    return f"plain {name}"
+
+
 def run_virtual(
     function: Callable,
     world: int,

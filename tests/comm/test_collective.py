@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.truth import KINDS, Calls, assert_same, exchange, make_case, raises_naming
+from tests.truth import KINDS, assert_same, exchange, make_case, raises_naming, sent_bytes
 
 from mxep import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd, to_mxfp8_a2a_dequant
 from mxep.comm import close_transports, exchange_counts, exchange_rows, gather_all_rows, group_name_of, resolve_group
@@ -88,7 +88,7 @@ def rank_main(rank: int, world: int) -> None:
 def test_a_group_of_one_sends_nothing() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with Calls() as calls:
+        with sent_bytes() as calls:
             never_an_alias(0, 1)
             for rows in (torch.randn(3, 64), torch.randn(64, 3).t()):
                 for call in BLOCKS.values():

@@ -162,7 +162,7 @@ def several_at_once(me: int, world: int, name: str, capture: int) -> None:
         with transport.open((8,), (64 * world,), [], in_graphs=True) as around:
             push_to(around, me, world, 50 + step)
             before = transport.rendezvous.round
-            first, second = transport.open_each((9,), (64 * world, 128 * world), [me], in_graphs=True)
+            first, second = transport.open_each((9,), (64 * world, 128 * world), [me])
             assert transport.rendezvous.round == before + 1
             assert first.peer_metadata == second.peer_metadata == [[rank] for rank in range(world)]
             with first:

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.truth import (
     KINDS,
-    Calls,
     Case,
-    Saved,
     assert_same,
     assert_same_mx,
     exchange,
     make_case,
     quantised_exchange,
     raises_naming,
+    saved_tensors,
+    sent_bytes,
     transposed,
 )
 
@@ -36,21 +36,21 @@ def check(case: Case, me: int, group: dist.ProcessGroup | None, dtype: torch.dty
     torch.autograd.backward(truth, grads)
     for mode in ScaleCalculationMode:
         x = rows[me].clone().requires_grad_()
-        with Saved() as saved, Calls() as calls:
+        with saved_tensors() as saved, sent_bytes() as calls:
             out = combine(x, *splits, group, mode)
         assert saved == [], "combine saves no tensor"
         assert calls == [x.numel() * dtype.itemsize], "one exchange in the rows' dtype"
         assert_same(out.detach(), truth[me].detach(), f"{what} {mode}")
-        with Calls() as calls:
+        with sent_bytes() as calls:
             (grad,) = torch.autograd.grad(out, x, grads[me])
         assert calls == [len(grads[me]) * record_bytes(WIDTH)], "one packed exchange in backward"
         assert_same_mx(grad, quantised_exchange(grads, case.table, me, mode.value), dtype, f"{what} {mode} gradient")
     x = rows[me].clone().requires_grad_()
-    with Saved() as saved:
+    with saved_tensors() as saved:
         out = combine(x, *splits, group, mxfp8_bwd=False)
     assert saved == []
     assert_same(out.detach(), truth[me].detach(), f"{what} without MX")
-    with Calls() as calls:
+    with sent_bytes() as calls:
         out.backward(grads[me])
     assert calls == [grads[me].numel() * dtype.itemsize]
     assert_same(x.grad, leaves[me].grad, f"{what} gradient without MX")

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.truth import (
     KINDS,
-    Calls,
     Case,
-    Saved,
     assert_same,
     assert_same_mx,
     exchange,
@@ -18,6 +16,8 @@ from tests.truth import (
     quantised_exchange,
     raises_naming,
     raw,
+    saved_tensors,
+    sent_bytes,
     transposed,
 )
 
@@ -39,13 +39,13 @@ def check_bytes_and_gradient(case: Case, me: int, group: dist.ProcessGroup | Non
     inputs, grads = case.inputs(WIDTH, dtype), case.gradients(WIDTH, dtype)
     for mode in ScaleCalculationMode:
         x = inputs[me].clone().requires_grad_()
-        with Saved() as saved, Calls() as calls:
+        with saved_tensors() as saved, sent_bytes() as calls:
             out = dispatch(x, case.received(me), case.sent(me), group, mode)
         assert_same_mx(out, quantised_exchange(inputs, case.table, me, mode.value), dtype, f"{what} {mode}")
         assert out.requires_grad
         assert saved == [], "dispatch saves no tensor"
         assert calls == [len(x) * record_bytes(WIDTH)], "one packed exchange, 33/32 byte a value and the padding"
-        with Calls() as calls:
+        with sent_bytes() as calls:
             out.backward(grads[me])
         assert calls == [grads[me].numel() * dtype.itemsize], "one exchange in backward, in the gradient's dtype"
         assert_same(x.grad, exchange(grads, transposed(case.table))[me], f"{what} gradient")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests import chains
+from tests.chains import D, Group, L, N, by_plan, layered, leaves, run, weights
 from tests.ranks import run_ranks
-from tests.truth import KINDS, Calls, Case, Saved, assert_all_same, assert_same, make_case, raises_naming
+from tests.truth import KINDS, Case, assert_all_same, assert_same, make_case, raises_naming, saved_tensors, sent_bytes
 from torch.utils.checkpoint import checkpoint
 
 from mxep import (
@@ -25,14 +28,11 @@ from mxep import (
     to_mxfp8_then_scaled_grouped_mm,
     unpermute_hp_fwd_mxfp8_bwd,
 )
-from mxep.ep import ExchangePlan, blocks
-from mxep.grouped_mm.function import expert_mm
+from mxep.ep import ExchangePlan
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import RECIPES, resolve_recipe
-from mxep.shapes import record_bytes, round_up
+from mxep.shapes import round_up
 
-D, N, L = 64, 96, 2
-Group = dist.ProcessGroup | str | None
 FLOOR = ScaleCalculationMode.FLOOR
 # The presets, and every pair of exchanges with every wgrad that a recipe may combine.
 ALL_RECIPES = [
@@ -47,30 +47,8 @@ ALL_RECIPES = [
 ]
 
 
-def weights(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """(L, N, D) of one rank, a leaf."""
-    generator = torch.Generator().manual_seed(100 + rank)
-    return (torch.randn(L, N, D, generator=generator) / D**0.5).to(dtype).requires_grad_()
-
-
-def five_blocks(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group, recipe: Recipe) -> torch.Tensor:
-    """The truth: the five blocks, one after the other."""
-    assert not isinstance(group, str)
-    plan = ExchangePlan.from_counts(case.counts[me], group or dist.group.WORLD)
-    permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
-    return blocks.combine(blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
-
-
-def one_call(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Group, recipe: Recipe, **options: Any) -> torch.Tensor:
+def one_call(x: torch.Tensor, w: torch.Tensor, case: Case, me: int, group: Any, recipe: Recipe, **options: Any) -> torch.Tensor:
     return ep_grouped_mm(x, w, case.sent(me), case.received(me), case.rank_major(me), group, recipe, **options)
-
-
-def run(chain: Callable, case: Case, me: int, dtype: torch.dtype, group: Group, recipe: Recipe, **options: Any) -> list[torch.Tensor]:
-    """(out, dx, dw) for a random gradient."""
-    x, w = case.inputs(D, dtype)[me].requires_grad_(), weights(me, dtype)
-    out = chain(x, w, case, me, group, recipe, **options)
-    out.backward(case.inputs(N, dtype, seed=5)[me])
-    return [out.detach(), x.grad, w.grad]
 
 
 def check_bits(me: int, world: int, group: Group) -> None:
@@ -80,7 +58,7 @@ def check_bits(me: int, world: int, group: Group) -> None:
         case = make_case(kind, world, L, rows=70, seed=seed)
         for number, recipe in enumerate(ALL_RECIPES):
             for dtype in dtypes if world == 2 else (dtypes[(seed + number) % 2],):
-                got, want = (run(chain, case, me, dtype, group, recipe) for chain in (one_call, five_blocks))
+                got, want = (run(chain, case, me, dtype, group, recipe) for chain in (one_call, layered))
                 assert_all_same(got, want, f"{kind} {recipe.name} {dtype}")
 
 
@@ -100,25 +78,10 @@ def check_public_blocks(me: int, world: int, group: Group) -> None:
         assert_all_same([y, *torch.autograd.grad(y, (x, w), grad)], want, str(recipe))
 
 
-def check_wire(me: int, world: int, group: Group) -> None:
-    """One exchange per direction: forward sends records of D and returns rows of N, backward sends records of N and returns rows of D."""
-    case = make_case("uneven", world, L)
-    x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(), weights(me, torch.bfloat16)
-    sent, received = sum(case.sent(me)), sum(case.received(me))
-    with Calls() as calls:
-        out = one_call(x, w, case, me, group, resolve_recipe(None))
-    assert calls == [sent * record_bytes(D), received * N * 2]
-    with Calls() as calls:
-        out.sum().backward()  # an expanded gradient
-    assert calls == [sent * record_bytes(N), received * D * 2]
-    want = five_blocks(x.detach().requires_grad_(), w.detach().requires_grad_(), case, me, group, resolve_recipe(None))
-    assert_same(out.detach(), want.detach())
-
-
 def saved_bytes(case: Case, me: int, group: Group, recipe: Recipe, needs_x: bool = True, needs_w: bool = True) -> int:
     """Bytes that one forward keeps for backward, without the weight."""
     x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(needs_x), weights(me, torch.bfloat16).requires_grad_(needs_w)
-    with Saved() as saved:
+    with saved_tensors() as saved:
         one_call(x, w, case, me, group, recipe)
     return sum(tensor.nbytes for tensor in saved if tensor.data_ptr() != w.data_ptr())
 
@@ -151,7 +114,7 @@ def check_one_gradient(me: int, world: int, group: Group) -> None:
     case = make_case("random", world, L, rows=40)
     grad = case.inputs(N, torch.float32, seed=5)[me]
     for recipe in RECIPES.values():
-        _, d_x, d_w = run(five_blocks, case, me, torch.float32, group, recipe)
+        _, d_x, d_w = run(layered, case, me, torch.float32, group, recipe)
         for needs_x in (True, False):
             x, w = case.inputs(D, torch.float32)[me].requires_grad_(needs_x), weights(me, torch.float32).requires_grad_(not needs_x)
             one_call(x, w, case, me, group, recipe).backward(grad)
@@ -159,38 +122,12 @@ def check_one_gradient(me: int, world: int, group: Group) -> None:
             assert (w if needs_x else x).grad is None
 
 
-def check_two_layers(me: int, world: int, group: Group) -> None:
-    """Two layers and two backwards: no call changes what another one saved."""
-    case, other = make_case("random", world, L, rows=40), make_case("uneven", world, L, rows=60)
-    grad = case.inputs(N, torch.float32, seed=5)[me]
-    for recipe in RECIPES.values():
-        alone = run(five_blocks, case, me, torch.float32, group, recipe)
-        x, w = case.inputs(D, torch.float32)[me].requires_grad_(), weights(me, torch.float32)
-        out = one_call(x, w, case, me, group, recipe)
-        second = one_call(other.inputs(D, torch.float32)[me], w, other, me, group, recipe)
-        for _ in range(2):
-            d_x, d_w = torch.autograd.grad(out, (x, w), grad, retain_graph=True)
-            assert_all_same([out.detach(), d_x, d_w], alone, recipe.name)
-            torch.autograd.grad(second.sum(), w, retain_graph=True)
-
-
-def check_checkpointing(me: int, world: int, group: Group) -> None:
-    case = make_case("random", world, L, rows=40)
-
-    def whole(x: torch.Tensor, w: torch.Tensor, *args: Any) -> torch.Tensor:
-        return checkpoint(lambda x, w: one_call(x, w, *args), x, w, use_reentrant=False)
-
-    for recipe in RECIPES.values():
-        want = run(five_blocks, case, me, torch.bfloat16, group, recipe)
-        assert_all_same(run(whole, case, me, torch.bfloat16, group, recipe), want, recipe.name)
-
-
 def check_mx_gradient(me: int, world: int, group: Group) -> None:
     """The operation after the call may send an MX gradient: its values count."""
     case = make_case("random", world, L, rows=40)
     rows = sum(case.sent(me))
     grad = quantize_mx(case.inputs(N, torch.bfloat16, seed=5)[me])
-    x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(), weights(me, torch.bfloat16)
+    x, w = leaves(case, me, torch.bfloat16)
     for recipe in RECIPES.values():
         out = one_call(x, w, case, me, group, recipe)
         want = torch.autograd.grad(out, (x, w), grad.dequantize(), retain_graph=True)
@@ -211,19 +148,9 @@ def check_kept_weight(me: int, world: int, group: Group) -> None:
             x = case.inputs(D, torch.bfloat16)[me].requires_grad_()
             out = one_call(x, module.weight, case, me, group, recipe, kept=kept)
             d_x, d_w = torch.autograd.grad(out, (x, module.weight), case.inputs(N, torch.bfloat16, seed=5)[me])
-            assert_all_same([out.detach(), d_x, d_w], run(five_blocks, case, me, torch.bfloat16, group, recipe), f"step {step}")
+            assert_all_same([out.detach(), d_x, d_w], run(layered, case, me, torch.bfloat16, group, recipe), f"step {step}")
         assert kept.cache.fills == 2 * (step + 1), "once for forward, once for dgrad"
         kept.cache.advance()
-
-
-def check_inference(me: int, world: int, group: Group) -> None:
-    case = make_case("uneven", world, L)
-    x, w = case.inputs(D, torch.bfloat16)[me].requires_grad_(), weights(me, torch.bfloat16)
-    for recipe in RECIPES.values():
-        with torch.no_grad(), Saved() as saved:
-            out = one_call(x, w, case, me, group, recipe)
-        assert saved == []
-        assert_same(out, five_blocks(x, w, case, me, group, recipe).detach())
 
 
 def check_nan(me: int, world: int, group: Group) -> None:
@@ -246,8 +173,7 @@ def check_ranks_disagree(me: int, world: int, group: Group) -> None:
 
 
 CHECKS = (
-    check_public_blocks, check_wire, check_saved, check_one_gradient, check_two_layers, check_checkpointing, check_mx_gradient,
-    check_kept_weight, check_inference, check_nan, check_ranks_disagree,
+    check_public_blocks, check_saved, check_one_gradient, check_mx_gradient, check_kept_weight, check_nan, check_ranks_disagree,
 )  # fmt: skip
 
 
@@ -255,11 +181,14 @@ def rank_main(rank: int, world: int) -> None:
     check_bits(rank, world, None)
     for check in CHECKS:
         check(rank, world, None)
+    chains.check_wire(one_call, rank, world, None, resolve_recipe(None))
+    for check_chain, recipe in itertools.product(chains.CHECKS, RECIPES.values()):
+        check_chain(one_call, rank, world, None, recipe)
     if world == 4:  # two EP groups of two, one by itself and one by its name
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         mine = halves[rank // 2]
         case = make_case("uneven", 2, L)
-        want = run(five_blocks, case, rank % 2, torch.float32, mine, resolve_recipe(None))
+        want = run(layered, case, rank % 2, torch.float32, mine, resolve_recipe(None))
         for group in (mine, mine.group_name):
             assert_all_same(run(one_call, case, rank % 2, torch.float32, group, resolve_recipe(None)), want, "half")
 
@@ -282,14 +211,14 @@ def group(one_rank: None) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def leaves(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def one_rank_leaves(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x, w = torch.randn(ROWS, D, generator=generator), torch.randn(L, N, D, generator=generator)
     return x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
 
 
 def results(function: Callable, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    x, w = leaves(dtype, seed)
+    x, w = one_rank_leaves(dtype, seed)
     out = function(x, w)
     out.square().sum().backward()
     return [out.detach(), x.grad, w.grad]
@@ -299,13 +228,8 @@ def results(function: Callable, dtype: torch.dtype, seed: int = 0) -> list[torch
 @pytest.mark.parametrize("recipe", ALL_RECIPES, ids=lambda recipe: f"{recipe.name} {recipe.scaling_mode.value}")
 def test_alone_without_torch_distributed(recipe: Recipe, dtype: torch.dtype) -> None:
     plan = ExchangePlan.from_counts(COUNTS, None)
-
-    def block_by_block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
-        return blocks.combine(blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
-
     got = results(lambda x, w: ep_grouped_mm(x, w, [ROWS], [ROWS], COUNTS, "", recipe), dtype)
-    assert_all_same(got, results(block_by_block, dtype), recipe.name)
+    assert_all_same(got, results(lambda x, w: by_plan(x, w, plan, recipe), dtype), recipe.name)
 
 
 def call(x: torch.Tensor, w: torch.Tensor, recipe: str | None = None) -> torch.Tensor:
@@ -359,7 +283,7 @@ def compiled_on_ranks(rank: int, world: int) -> None:
         found = []
         for function in (graph, step):
             x, w = case.inputs(D, torch.float32)[rank].requires_grad_(), weights(rank, torch.float32)
-            with Calls() as calls:
+            with sent_bytes() as calls:
                 out = function(x, w, case.sent(rank), case.received(rank), case.rank_major(rank))
                 out.square().sum().backward()
             assert len(calls) == 4

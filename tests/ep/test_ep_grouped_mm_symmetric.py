@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from tests.truth import KINDS, Case, assert_all_same, assert_same, make_case, raises_naming
-from tests.virtual import run_virtual, symmetric
+from tests.virtual import collective_group, run_virtual, symmetric
 from torch.utils.checkpoint import checkpoint
 
 from mxep import ep_grouped_mm
-from mxep.comm import register
-from mxep.comm.symmetric import SymmetricTransport
 from mxep.ep import ep_grouped_mm_symmetric as overlapped
 from mxep.mx.weight_cache import CachedWeight, WeightCache
 from mxep.recipe import RECIPES, Recipe, ScaleCalculationMode
@@ -26,24 +23,6 @@ CHUNKED = [
     Recipe("floor, groups of 128", scaling_mode=ScaleCalculationMode.FLOOR, group_size_multiple_of=128),
 ]
 OTHERS = [recipe for recipe in RECIPES.values() if not recipe.dispatch == recipe.combine_backward == "mxfp8"]
-
-
-class Plain:
-    """A transport with exchanges only, so that `ep_grouped_mm` takes the collective path."""
-
-    name = "plain"
-
-    def __init__(self, symmetric: SymmetricTransport) -> None:
-        self._symmetric = symmetric
-
-    def exchange(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> torch.Tensor:
-        return self._symmetric.exchange(rows, output_splits, input_splits)
-
-    def exchange_quantized(self, rows: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> torch.Tensor:
-        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
-
-    def close(self) -> None:
-        pass
 
 
 def weights(rank: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -63,12 +42,12 @@ def results(case: Case, me: int, name: str, recipe: Any = None, dtype: torch.dty
 
 
 def bits(me: int, world: int, name: str) -> None:
-    register(f"plain {name}", Plain(symmetric(name)))
+    plain = collective_group(name)
     for seed, kind in enumerate(KINDS):
         case = make_case(kind, world, L, rows=70, seed=seed)
         for recipe in [*CHUNKED, *(OTHERS if seed == 0 else [])]:
             for dtype in (torch.bfloat16, torch.float32):
-                got, want = (results(case, me, group, recipe, dtype) for group in (name, f"plain {name}"))
+                got, want = (results(case, me, group, recipe, dtype) for group in (name, plain))
                 assert_all_same(got, want, f"{kind} {recipe.name} {dtype}")
 
 

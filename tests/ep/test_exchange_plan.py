@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ranks import run_ranks
-from tests.truth import KINDS, Calls, Case, assert_same, make_case, raises_naming
+from tests.truth import KINDS, Case, assert_same, make_case, raises_naming, sent_bytes
 
 from mxep.ep import ExchangePlan
 from mxep.ep.blocks import combine, dispatch, permute, unpermute
@@ -19,7 +19,7 @@ from mxep.recipe import RECIPES, resolve_recipe
 
 
 def check(case: Case, me: int, group: dist.ProcessGroup) -> None:
-    with Calls() as calls:
+    with sent_bytes() as calls:
         plan = ExchangePlan.from_counts(case.counts[me], group)
     assert len(calls) == 1, "one small exchange"
     assert (plan.ep_degree, plan.num_local_experts, plan.group_name) == (case.world, case.local, group.group_name)
@@ -75,7 +75,7 @@ def test_plans_of_groups(world: int) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_a_group_of_one_exchanges_nothing(recipe: str) -> None:
     """Outputs of its blocks may be changed in place: they are not the inputs."""
-    with Calls() as calls:
+    with sent_bytes() as calls:
         counts = torch.tensor([3, 0, 5])
         plan = ExchangePlan.from_counts(counts, dist.group.WORLD)
         assert (plan.group_name, plan.ep_degree, plan.input_splits, plan.output_splits) == ("", 1, [8], [8])
@@ -95,7 +95,7 @@ def test_a_group_of_one_exchanges_nothing(recipe: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=8))
 def test_one_rank_needs_no_group(counts: list[int]) -> None:
-    with Calls() as calls:
+    with sent_bytes() as calls:
         plan = ExchangePlan.from_counts(torch.tensor(counts), None)
     assert calls == []
     assert plan != dataclasses.replace(plan), "plans compare by identity, since they have a tensor"

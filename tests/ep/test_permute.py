@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.truth import KINDS, Saved, assert_same, assert_same_mx, make_case, permutation, pick, raises_naming, raw, seeded
+from tests.truth import KINDS, assert_same, assert_same_mx, make_case, permutation, pick, raises_naming, raw, saved_tensors, seeded
 
 from mxep import MXTensor, generate_permute_indices, permute_and_pad, permute_mxfp8_fwd_hp_bwd, quantize_mx, reference
 from mxep.mx import MXWeight
@@ -38,7 +38,7 @@ def check(counts: torch.Tensor, world: int, local: int, alignment: int, dtype: t
     (want_gradient,) = torch.autograd.grad(pick(leaf, want_map), leaf, gradient)  # the reference's autograd
     for triton in (True, False):
         mx = packed(rows).requires_grad_()
-        with Saved() as saved:
+        with saved_tensors() as saved:
             result = permute_mxfp8_fwd_hp_bwd(mx, counts, world, local, alignment, use_triton_for_bwd=triton)
         assert isinstance(result, tuple)
         shape, out, row_map, padded, ends = result
@@ -168,7 +168,7 @@ def test_rows_that_no_count_covers_are_refused() -> None:
 
 
 def test_saves_nothing_without_grad() -> None:
-    with torch.no_grad(), Saved() as saved:
+    with torch.no_grad(), saved_tensors() as saved:
         out = permute_mxfp8_fwd_hp_bwd(packed(torch.randn(41, WIDTH)).requires_grad_(), counts_2x2(), 2, 2)[1]
     assert saved == []
     assert not out.requires_grad

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.truth import KINDS, Case, Saved, assert_same, exchange, make_case, raises_naming, seeded, transposed
+from tests.truth import KINDS, Case, assert_same, exchange, make_case, raises_naming, saved_tensors, seeded, transposed
 from tests.virtual import run_virtual
 
 from mxep import close_transports, quantize_mx, reference, to_mxfp8_a2a_dequant
@@ -43,7 +43,7 @@ def check(case: Case, me: int, group: str | None, dtype: torch.dtype, spare: int
     most = max(sum(column) for column in transposed(case.table)) + padding
     for fills in (False, True):
         x = rows[me].clone().requires_grad_()
-        with Saved() as saved:
+        with saved_tensors() as saved:
             out, received = all_to_all(x, splits(case.sent(me)), most, group, out_padded=fills)
         assert sum(tensor.numel() for tensor in saved) == case.world * (case.world + 1), "saves the ranks' splits"
         assert_same(out.detach(), padded(want, most) if fills else want, f"{dtype} {fills}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
-from tests.truth import KINDS, Calls, Case, Saved, assert_same, exchange, make_case, raises_naming, sqnr, transposed
+from tests.truth import KINDS, Case, assert_same, exchange, make_case, raises_naming, saved_tensors, sent_bytes, sqnr, transposed
 
 from mxep import ToMXFP8AllToAllVDequant, quantize_mx, reference, to_mxfp8_a2a_dequant
 from mxep.shapes import record_bytes
@@ -22,12 +22,12 @@ def check(case: Case, me: int, group: dist.ProcessGroup | None, dtype: torch.dty
     inputs, grads = case.inputs(WIDTH, dtype), case.gradients(WIDTH, dtype)
     splits = case.received(me), case.sent(me)
     x = inputs[me].clone().requires_grad_()
-    with Saved() as saved, Calls() as calls:
+    with saved_tensors() as saved, sent_bytes() as calls:
         out = to_mxfp8_a2a_dequant(x, *splits, group)
     assert saved == [], "saves no tensor"
     assert calls == [len(x) * record_bytes(WIDTH)]
     assert_same(out.detach(), exchange(values(inputs), case.table)[me], what)
-    with Calls() as calls:
+    with sent_bytes() as calls:
         out.backward(grads[me])
     assert calls == [len(grads[me]) * record_bytes(WIDTH)]
     assert_same(x.grad, exchange(values(grads), transposed(case.table))[me], f"{what} gradient")

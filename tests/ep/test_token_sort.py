@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.truth import Saved, assert_same, raises_naming, seeded
+from tests.truth import assert_same, raises_naming, saved_tensors, seeded
 
 from mxep.ep.token_sort import combine_topk, sort_tokens_by_expert
 
@@ -41,14 +41,14 @@ def test_gradients(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     experts = torch.randint(4, (10, 3))
     x = torch.randn(10, 8).to(dtype).requires_grad_()
-    with Saved() as saved:
+    with saved_tensors() as saved:
         rows, order, _ = sort_tokens_by_expert(x, experts, 4)
     assert [t.dtype for t in saved] == [torch.int32], "saves the order alone"
     grad = torch.randn(30, 8).to(dtype)
     summed = torch.zeros(30, 8).index_copy_(0, order.long(), grad.float()).view(10, 3, 8).sum(1).to(dtype)
     assert_same(torch.autograd.grad(rows, x, grad)[0], summed, "one rounding, of the float32 sum")
     sorted_rows = rows.detach().requires_grad_()
-    with Saved() as saved:
+    with saved_tensors() as saved:
         back = combine_topk(sorted_rows, order, 3)
     assert [t.dtype for t in saved] == [torch.int32], "the order alone"
     grad = torch.randn(10, 8).to(dtype)
@@ -65,7 +65,7 @@ def test_weighted_sum_against_float64(choices: int, dtype: torch.dtype) -> None:
     tokens, width = 11, 40
     order = sort_tokens_by_expert(torch.zeros(tokens, width), torch.randint(5, (tokens, choices)), 5).order
     rows, weights = torch.randn(tokens * choices, width).to(dtype).requires_grad_(), torch.rand(tokens, choices).requires_grad_()
-    with Saved() as saved:
+    with saved_tensors() as saved:
         y = combine_topk(rows, order, choices, weights)
     assert [(t.dtype, t.numel()) for t in saved] == [(dtype, rows.numel()), (torch.int32, order.numel()), (torch.float32, weights.numel())]
     exact_rows, exact_weights = rows.detach().double().requires_grad_(), weights.detach().double().requires_grad_()

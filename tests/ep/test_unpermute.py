@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.truth import KINDS, Saved, assert_same, assert_same_mx, make_case, permutation, pick, raises_naming
+from tests.truth import KINDS, assert_same, assert_same_mx, make_case, permutation, pick, raises_naming, saved_tensors
 
 from mxep import permute_mxfp8_fwd_hp_bwd, quantize_mx, reference, unpermute_hp_fwd_mxfp8_bwd
 from mxep.mx import MXTensor
@@ -41,7 +41,7 @@ def test_bytes_and_gradients(kind: str, dtype: torch.dtype) -> None:
         rows = torch.randn(len(row_map), width).to(dtype)
         grad = torch.randn(num_rows, width).to(dtype)
         leaf, mine = rows.clone().requires_grad_(), rows.clone().requires_grad_()
-        with Saved() as saved:
+        with saved_tensors() as saved:
             out = unpermute(mine, row_map, torch.Size([num_rows + 1, 7]))  # only R is read of the shape
         assert [t.dtype for t in saved] == [torch.int32], "saves the row map alone"
         truth = inverse(leaf, row_map, num_rows)

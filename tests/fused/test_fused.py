@@ -8,11 +8,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from tests.moe_truth import ACTIVATIONS, C, D, E, H, both, choice_gradients, draw, error, make, truth, walk
-from tests.truth import assert_same, raises_naming
+from tests.moe_truth import ACTIVATIONS, C, D, E, H, both, choice_gradients, draw, error, error_ratios, make, tokens, truth, walk
+from tests.spies import spy_on
+from tests.truth import assert_same, raises_naming, saved_tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,31 +29,13 @@ MX_RECIPES = [name for name, recipe in RECIPES.items() if recipe.gemm == "mxfp8"
 DISPATCH, COMBINE = ("rank_dedup", "all_to_all", "all_gather"), ("rank_dedup", "all_to_all", "reduce_scatter")
 
 
-def tokens(count: int, dtype: torch.dtype = torch.bfloat16, kind: str = "normal", width: int = D) -> tuple[Tensor, Tensor]:
-    """x and dy (T, width)."""
-    generator = torch.Generator().manual_seed(7)
-    x, dy = (draw(generator, count, width) for _ in range(2))
-    if kind == "student":
-        x = x / draw(generator, count, width).abs()
-    if kind == "outliers":
-        x[:, :4] *= 30
-        dy = dy * torch.exp(1.5 * draw(generator, count, 1))
-    return x.to(dtype), dy.to(dtype)
-
-
 def pooled_errors(recipe: str, kind: str, seeds: int, **changes: object) -> dict[str, float]:
     """Errors of the fused layer over those of the blocks, both against float64, root mean square over seeds."""
-    squares: dict[str, list[float]] = {}
-    for seed in range(seeds):
-        blocks, fused = both(recipe, seed=seed, dim=128, **changes)
-        x, dy = tokens(600, kind=kind, width=128)
-        want = truth(blocks, x, dy, blocks.router(x).experts)
-        for (name, got), of_blocks in zip(walk(fused, x, dy).items(), walk(blocks, x, dy).values(), strict=True):
-            assert (got.dtype, got.shape) == (of_blocks.dtype, of_blocks.shape)
-            both_errors = squares.setdefault(name, [0.0, 0.0])
-            for at, value in enumerate((got, of_blocks)):
-                both_errors[at] += error(value, want[name]) ** 2
-    return {name: (ours / theirs) ** 0.5 for name, (ours, theirs) in squares.items()}
+    x, dy = tokens(600, kind=kind, width=128)
+    layers = (both(recipe, seed=seed, dim=128, **changes) for seed in range(seeds))
+    return error_ratios(
+        (walk(fused, x, dy), walk(blocks, x, dy), truth(blocks, x, dy, blocks.router(x).experts)) for blocks, fused in layers
+    )
 
 
 @pytest.mark.parametrize("recipe", MX_RECIPES)
@@ -71,14 +55,7 @@ def test_errors_with_outlying_tokens_and_channels(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["normal", "student", "outliers"])
 def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused layer makes it from h and its gradient on the experts' rank, the blocks from the returned outputs: equal median errors."""
-    found: dict[str, Tensor] = {}
-    original = autograd.router_gradients
-
-    def spied(logits: Tensor, experts: Tensor, d_scores: Tensor, *rest: object) -> Tensor:
-        found["fused"] = d_scores
-        return original(logits, experts, d_scores, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(autograd, "router_gradients", spied)
+    of_fused = spy_on(monkeypatch, autograd, "router_gradients")
     errors: dict[str, list[Tensor]] = {"fused": [], "blocks": []}
     for seed in range(3):
         blocks, fused = both("mxfp8_wgrad_with_hp", seed=seed, dim=128)
@@ -90,9 +67,8 @@ def test_errors_of_the_scores_gradient_are_those_of_the_blocks(kind: str, monkey
         walk(fused, x, dy)
         parameters = {name: value.detach().double() for name, value in blocks.named_parameters()}
         want = choice_gradients(blocks, parameters, x.double(), dy.double(), routing.experts)
-        as_chosen = found["fused"].gather(
-            1, routing.experts.argsort(1).argsort(1)
-        )  # the fused layer has a token's choices in the order of the experts
+        in_order = of_fused.call_args.args[2]  # the fused layer has a token's choices in the order of the experts
+        as_chosen = in_order.gather(1, routing.experts.argsort(1).argsort(1))
         for name, got in (("fused", as_chosen), ("blocks", routing.scores.grad)):
             errors[name].append((got.double() - want).abs().flatten())
     ours, theirs = (torch.cat(errors[name]) for name in errors)
@@ -241,20 +217,22 @@ def test_repeated_recomputed_checkpointed_and_cached_steps_have_the_same_bits(re
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx", "hp"])
-def test_frozen_parts(recipe: str) -> None:
+@pytest.mark.parametrize("rows", ["auto", 96], ids=["one", "chunks"])
+def test_frozen_parts(rows: Any, recipe: str) -> None:
     """A gradient that is not asked for changes no other one."""
-    check_frozen_parts(recipe, assert_same)
+    check_frozen_parts(recipe, assert_same, rows)
 
 
-def check_frozen_parts(recipe: str, same: Callable[[Tensor, Tensor, str], None]) -> None:
+def check_frozen_parts(recipe: str, same: Callable[[Tensor, Tensor, str], None], rows: Any = "auto") -> None:
     """On a GPU the scores' gradients are summed by tiles, whose shape depends on the other gradients that are asked for."""
     x, dy = tokens(90)
     moe = make(FusedMoE, recipe, expert_biases=True)
+    moe.runtime = RuntimeEPConfig(scratch_rows=rows)
     want = walk(moe, x, dy)
     names = [name for name, _ in moe.named_parameters()]
     for chosen in (["experts.b2"], ["experts.w3"], ["experts.w2"], ["router.gate.weight"], ["experts.b1", "experts.b3"], names, []):
         for keep in (True, False):
-            moe.runtime = RuntimeEPConfig(keep_first_product=keep, redispatch_x_in_backward=not keep)
+            moe.runtime = RuntimeEPConfig(keep_first_product=keep, redispatch_x_in_backward=not keep, scratch_rows=rows)
             for name, parameter in moe.named_parameters():
                 parameter.requires_grad_(name in chosen)
             for needs_x in (True, False):
@@ -282,8 +260,7 @@ def test_saved_bytes() -> None:
     assert saved_bytes(moe(x)) == kept | {"first product": 0}
     moe.runtime = RuntimeEPConfig(redispatch_x_in_backward=True)
     assert saved_bytes(moe(x)) == kept | {"dispatched tokens": 0}
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         for context in (torch.no_grad(), torch.inference_mode()):
             with context:
                 y = moe(x)
@@ -311,9 +288,11 @@ def test_few_tokens_and_all_tokens_at_one_expert(recipe: str) -> None:
     assert torch.equal(leading(x).flatten(0, 1), leading(x.flatten(0, 1)))
 
 
-@pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_hp"])
-def test_nan_stays_with_its_token_and_its_experts(recipe: str) -> None:
+@pytest.mark.parametrize("rows", ["auto", 64], ids=["one", "chunks"])
+@pytest.mark.parametrize("recipe", ["hp", "mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
+def test_nan_stays_with_its_token_and_its_experts(recipe: str, rows: Any) -> None:
     moe = make(FusedMoE, recipe, torch.float32)
+    moe.runtime = RuntimeEPConfig(scratch_rows=rows)
     x, dy = tokens(50, torch.float32)
     x[7, 3] = float("nan")
     got, others = walk(moe, x, dy), torch.arange(50) != 7

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.moe_truth import C, D, E, H, draw, error, make, truth, walk
+from tests.moe_truth import C, D, E, H, error, make, tokens, truth, walk
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,11 +22,6 @@ from mxep.recipe import RECIPES
 
 T = 160
 BOUNDED = RuntimeEPConfig(scratch_rows=192)
-
-
-def tokens(count: int = T, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return draw(generator, count, D).to(dtype), draw(generator, count, D).to(dtype)
 
 
 class Products(TorchDispatchMode):
@@ -151,39 +146,6 @@ def test_one_chunk_with_all_rows_has_every_bit() -> None:
     assert len(products.rows) == 4, "one chunk, forward and backward"
     for name, got in found.items():
         assert_same(got, want[name], name)
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx", "hp"])
-def test_frozen_parts(recipe: str) -> None:
-    x, dy = tokens(90)
-    moe = make(FusedMoE, recipe, expert_biases=True)
-    moe.runtime = RuntimeEPConfig(scratch_rows=96)
-    want = walk(moe, x, dy)
-    names = [name for name, _ in moe.named_parameters()]
-    for chosen in (["experts.b2"], ["experts.w3"], ["experts.w2"], ["router.gate.weight"], ["experts.b1", "experts.b3"], []):
-        for keep in (True, False):
-            moe.runtime = RuntimeEPConfig(keep_first_product=keep, redispatch_x_in_backward=not keep, scratch_rows=96)
-            for name, parameter in moe.named_parameters():
-                parameter.requires_grad_(name in chosen)
-            leaf = x.clone().requires_grad_(not chosen)
-            found = dict(zip(names, moe.parameters(), strict=True))
-            leaves = {name: found[name] for name in chosen} or {"dx": leaf}
-            for name, got in zip(leaves, torch.autograd.grad(moe(leaf), list(leaves.values()), dy), strict=True):
-                assert_same(got, want[name], f"{chosen} {name}")
-
-
-def test_nan_stays_with_its_token_and_its_experts() -> None:
-    moe = make(FusedMoE, "mxfp8_wgrad_with_mx", torch.float32)
-    moe.runtime = BOUNDED
-    x, dy = tokens(dtype=torch.float32)
-    x[7, 3] = float("nan")
-    got, others = walk(moe, x, dy), torch.arange(T) != 7
-    assert got["y"][7].isnan().all()
-    assert got["y"][others].isfinite().all()
-    assert got["dx"][others].isfinite().all()
-    poisoned = torch.zeros(E, dtype=torch.bool)
-    poisoned[moe.router(x).experts[7]] = True
-    assert torch.equal(got["experts.w1"].isnan().flatten(1).any(1), poisoned)
 
 
 def test_saved_bytes() -> None:

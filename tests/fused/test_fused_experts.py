@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.fused.test_fused_ranks import KINDS, batch, layer
-from tests.fused.test_fused_symmetric import collective_group, gather_without_a_process_group, spread  # noqa: F401  a fixture
-from tests.moe_truth import C, D, E, H, draw, error, make, truth
+from tests.fused.test_fused_symmetric import gather_without_a_process_group, spread  # noqa: F401  a fixture
+from tests.moe_truth import C, D, E, H, draw, error_ratios, make, truth
+from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
+from tests.spies import spy_on
 from tests.truth import assert_same, raises_naming
-from tests.virtual import run_virtual
+from tests.virtual import collective_group, run_virtual
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.fused import autograd
 from mxep.fused import options as fused_options
@@ -59,14 +60,7 @@ def check_bits(
     moe, generator = make(FusedMoE, recipe, dtype, expert_biases=True), torch.Generator().manual_seed(7)
     x, dy = (draw(generator, 150, D).to(dtype) for _ in range(2))
     router, options = moe.router.gate.weight.detach().requires_grad_(), {"group": "", "recipe": recipe}
-    asked: dict[str, Tensor] = {}
-    original = autograd.router_gradients
-
-    def spied(logits: Tensor, experts: Tensor, d_scores: Tensor, *rest: Any) -> Tensor:
-        asked["scores"] = d_scores
-        return original(logits, experts, d_scores, *rest)
-
-    monkeypatch.setattr(autograd, "router_gradients", spied)
+    of_router = spy_on(monkeypatch, autograd, "router_gradients")
     w1, b1, w2, b2 = joined(moe)
     y = fused_moe(x, router, w1, b1, w2, b2, C, E, config, **options)  # type: ignore[arg-type]
     want = gradients(y, dy, router=router, w1=w1, b1=b1, w2=w2, b2=b2)
@@ -77,7 +71,8 @@ def check_bits(
     got = gradients(y, dy, scores=scores, w1=w1, b1=b1, w2=w2, b2=b2)
     with pytest.raises(ValueError, match="saved_bytes: the backward of this tensor has freed what was kept"):
         saved_bytes(y)
-    want["scores"] = asked["scores"].gather(1, experts.argsort(1).argsort(1))  # there a token's choices are in the experts' order
+    d_scores = of_router.call_args.args[2]  # there a token's choices are in the experts' order
+    want["scores"] = d_scores.gather(1, experts.argsort(1).argsort(1))
     for name, value in got.items():
         (assert_same if name == "y" else same)(value, want[name], name)
 
@@ -166,7 +161,7 @@ def check_missing_and_repeated_experts(modes: tuple[str, str], rows: Any) -> Non
 
 def check_errors_with_a_plain_router(recipe: str) -> None:
     """With a router in plain torch each error against float64 is at most 1.05 times that of the whole layer."""
-    squares: dict[str, list[float]] = {}
+    results = []
     for seed in range(3):
         moe, generator = make(FusedMoE, recipe, seed=seed), torch.Generator().manual_seed(seed)
         x, dy = (draw(generator, 400, D).bfloat16() for _ in range(2))
@@ -180,12 +175,9 @@ def check_errors_with_a_plain_router(recipe: str) -> None:
         want = truth(moe, x, dy, best.indices)
         want |= {"router": want["router.gate.weight"], "w2": want["experts.w2"]}
         want["w1"] = torch.cat((want["experts.w1"], want["experts.w3"]), 1)
-        for name, value in got.items():
-            both = squares.setdefault(name, [0.0, 0.0])
-            for at, one in enumerate((value, of_layer[name])):
-                both[at] += error(one, want[name]) ** 2
-    for name, (ours, theirs) in squares.items():
-        assert (ours / theirs) ** 0.5 <= 1.05, f"{name}: {(ours / theirs) ** 0.5:.3f}"
+        results.append((got, of_layer, want))
+    for name, ratio in error_ratios(results).items():
+        assert ratio <= 1.05, f"{name}: {ratio:.3f}"
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "hp"])
@@ -235,16 +227,6 @@ def test_saved_bytes_of_the_choices(wanted: str) -> None:
 _ALLOCATIONS_AND_VIEWS = {"empty", "new_empty", "new_empty_strided", "slice", "view", "transpose", "detach"}
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.names.append(func.name().split(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "mxfp8", "hp"])
 def test_torch_launches_no_kernels_of_its_own(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the package's operators torch only allocates and makes views. The choices take one operator, their gradient another."""
@@ -253,12 +235,12 @@ def test_torch_launches_no_kernels_of_its_own(recipe: str, monkeypatch: pytest.M
     best, x, dy = draw(generator, 160, E).topk(C), draw(generator, 160, D).bfloat16().requires_grad_(), draw(generator, 160, D).bfloat16()
     w1, b1, w2, b2 = joined(moe)
     scores = best.values.bfloat16().requires_grad_()
-    with _Operators() as found:
+    with OperatorCalls() as calls:
         fused_experts(x, best.indices, scores, w1, b1, w2, b2, E, group="", recipe=recipe).backward(dy)
     assert scores.grad is not None
-    assert {name.removeprefix("aten::") for name in found.names if name.startswith("aten::")} <= _ALLOCATIONS_AND_VIEWS
-    routing = ("mxep::sort_topk", "mxep::index_topk", "mxep::gather_or_zero", "mxep::pack_topk")
-    assert [found.names.count(name) for name in routing] == [1, 1, 1, 0]
+    assert set(calls.short_names("aten")) <= _ALLOCATIONS_AND_VIEWS
+    routing = ("sort_topk", "index_topk", "gather_or_zero", "pack_topk")
+    assert [calls.short_names("mxep").count(name) for name in routing] == [1, 1, 1, 0]
 
 
 def over_ranks(rank: int, world: int) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fused.test_fused_chunks import bounds_known, bounds_unknown, tokens
+from tests.fused.test_fused_chunks import bounds_known, bounds_unknown
 from tests.fused.test_fused_ranks import batch, layer
 from tests.fused.test_fused_symmetric import spread
-from tests.moe_truth import E, error, make, walk
+from tests.moe_truth import E, error, make, tokens, walk
 from tests.truth import assert_same
 from tests.virtual import run_virtual
 from torch import Tensor

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.moe_truth import C, D, E, draw, error, make, truth, walk
 from tests.poison import poisoned_memory
 from tests.ranks import run_ranks
-from tests.truth import Calls, assert_same, raises_naming
+from tests.truth import assert_same, raises_naming, sent_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -137,10 +137,10 @@ def check_wire(rank: int, world: int) -> None:
     for runtime, (sent, held) in ((PAIRS[0], deduplicated), (PAIRS[4], choices)):
         moe.runtime = runtime
         leaf = x[rank].clone().requires_grad_()
-        with Calls() as calls:
+        with sent_bytes() as calls:
             y = moe(leaf)
         if world == 1:
-            with Calls() as more:
+            with sent_bytes() as more:
                 y.backward(dy[rank])
             assert not calls + more, "nothing is sent"
             continue
@@ -148,7 +148,7 @@ def check_wire(rank: int, world: int) -> None:
         assert counts == world * (3 + 7) * 8
         assert metadata == deduplicated[0] * (2 * C + 1) * 4
         assert (dispatched, combined) == (sent * record_bytes(D), held * D * 2)
-        with Calls() as calls:
+        with sent_bytes() as calls:
             y.backward(dy[rank])
         assert sorted(calls) == sorted([sent * record_bytes(D), deduplicated[1] * C * 4, held * D * 2])
 

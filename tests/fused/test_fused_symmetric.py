@@ -15,12 +15,11 @@ import torch
 from tests.fused.test_fused_ranks import KINDS, PAIRS, batch, layer
 from tests.moe_truth import ACTIVATIONS, C, D, E, H, draw, walk
 from tests.truth import assert_same, raises_naming
-from tests.virtual import run_virtual, symmetric
+from tests.virtual import collective_group, run_virtual, symmetric
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mxep.comm import ExchangeError, register
-from mxep.comm.symmetric import SymmetricTransport
+from mxep.comm import ExchangeError
 from mxep.fused import collective_dispatcher, symmetric_dispatcher
 from mxep.fused.dispatcher import DispatchSpec
 from mxep.fused.make_dispatcher import make_dispatcher
@@ -31,24 +30,6 @@ from mxep.recipe import RECIPES, ScaleCalculationMode
 from mxep.shapes import record_bytes, round_up
 
 FUZZED = int(os.environ.get("MXEP_FUZZED_ROUTINGS", "300")) // 4  # layers; sizes, routing and options of each are drawn
-
-
-class Plain:
-    """A transport with exchanges only, so that the layer takes the collective dispatcher."""
-
-    name = "plain"
-
-    def __init__(self, symmetric: SymmetricTransport) -> None:
-        self._symmetric, self.world, self.rank = symmetric, symmetric.world, symmetric.rank
-
-    def exchange(self, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
-        return self._symmetric.exchange(rows, output_splits, input_splits)
-
-    def exchange_quantized(self, rows: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], mode: str) -> Tensor:
-        return self.exchange(torch.ops.mxep.quantize_packed(rows, mode), output_splits, input_splits)
-
-    def close(self) -> None:
-        pass
 
 
 def gather_all(rows: Tensor, splits: Sequence[int], group_name: str) -> Tensor:
@@ -68,12 +49,6 @@ def spread(moe: FusedMoE, me: int, world: int, name: str) -> FusedMoE:
         setattr(moe.experts, key, nn.Parameter(parameter.detach()[me * local : (me + 1) * local].clone()))
     moe.group = SimpleNamespace(group_name=name)  # type: ignore[assignment]
     return moe
-
-
-def collective_group(name: str) -> str:
-    """Registers a group of the same ranks that takes the collective dispatcher; returns its name."""
-    register(f"plain {name}", Plain(symmetric(name)))  # type: ignore[arg-type]
-    return f"plain {name}"
 
 
 def assert_bits(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: Tensor, what: str) -> None:

@@ -6,9 +6,11 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from tests.spies import spy_on
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,17 +27,10 @@ D, H, E, C, ROWS = 64, 32, 4, 2, 48
 
 
 @pytest.fixture(autouse=True)
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Lets CPU tensors take that path. Yields a list with a number for each pass that quantises a weight."""
-    passes: list[int] = []
-    quantize = products.direct.quantize_weight
-
-    def counted(*arguments: Any, **named: Any) -> list[Tensor]:
-        passes.append(1)
-        return quantize(*arguments, **named)
-
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    """Lets CPU tensors take that path. Yields what is called for each pass that quantises a weight."""
+    passes = spy_on(monkeypatch, products.direct, "quantize_weight")
     monkeypatch.setattr(products, "resolve_gemm_path", lambda name, device: "fp8")
-    monkeypatch.setattr(products.direct, "quantize_weight", counted)
     monkeypatch.setattr(autograd, "_replays", lambda *_: True)
     for module in (weight_cache, products):
         monkeypatch.setattr(module, "checking", lambda device: False)
@@ -85,7 +80,7 @@ RUNTIMES = {
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
 @pytest.mark.parametrize("frozen", ["", "w1", "w2", "w1 w2", "x"])
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_fused_layer(runtime: str, frozen: str, recipe: str, one_gpu: list[int]) -> None:
+def test_a_fused_layer(runtime: str, frozen: str, recipe: str, one_gpu: mock.Mock) -> None:
     """The numbers of no cache, by one pass for each weight that is trained; after a change of weights again."""
     x, moe, plain = torch.randn(ROWS, D, dtype=torch.bfloat16), layer(recipe, RUNTIMES[runtime]), layer(recipe, RUNTIMES[runtime])
     for experts in (moe.experts, plain.experts):
@@ -97,27 +92,27 @@ def test_a_fused_layer(runtime: str, frozen: str, recipe: str, one_gpu: list[int
     most = 2 + len({"w1", "w2"} & {*frozen.split()})  # a frozen weight's forms are made apart
     for step in range(3):
         want = walk(plain, x, learns)
-        one_gpu.clear()
+        one_gpu.reset_mock()
         assert_same(walk(moe, x, learns), want)
-        assert 0 < len(one_gpu) <= most, step
-        one_gpu.clear()
+        assert 0 < one_gpu.call_count <= most, step
+        one_gpu.reset_mock()
         assert_same(walk(moe, x, learns), want)
-        assert not one_gpu, "a kept weight is quantised again"
+        assert not one_gpu.called, "a kept weight is quantised again"
         with torch.no_grad():
             for parameter, other in zip(moe.parameters(), plain.parameters(), strict=True):
                 other.copy_(parameter.mul_(0.5 + step))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"])
-def test_a_linear_layer(recipe: str, one_gpu: list[int]) -> None:
+def test_a_linear_layer(recipe: str, one_gpu: mock.Mock) -> None:
     x, kept, plain = torch.randn(ROWS, D, dtype=torch.bfloat16), linear(recipe), linear(recipe)
     kept.keep_quantized(WeightCache())
     for step in range(3):
         want = walk(plain, x)
-        one_gpu.clear()
+        one_gpu.reset_mock()
         assert_same(walk(kept, x), want)
         assert_same(walk(kept, x), want)
-        assert len(one_gpu) == 1, step
+        assert one_gpu.call_count == 1, step
         with torch.no_grad():
             plain.weight.copy_(kept.weight.mul_(0.5 + step))
 
@@ -218,7 +213,7 @@ def experts(recipe: str) -> Experts:
 
 @pytest.mark.parametrize("make", [layer, linear, experts])
 def test_forward_and_backward_are_graphs_of_their_own(
-    make: Callable[[str], nn.Module], monkeypatch: pytest.MonkeyPatch, one_gpu: list[int]
+    make: Callable[[str], nn.Module], monkeypatch: pytest.MonkeyPatch, one_gpu: mock.Mock
 ) -> None:
     """Backward's graph reads what forward's has made, and quantises nothing of the weights whose dgrad forward saves."""
     module, plain = make("mxfp8_wgrad_with_mx"), make("mxfp8_wgrad_with_mx")
@@ -227,14 +222,14 @@ def test_forward_and_backward_are_graphs_of_their_own(
     part: Any = module.experts if isinstance(module, FusedMoE) else module
     part.keep_quantized(WeightCache())
     leaf = x.clone().requires_grad_()
-    one_gpu.clear()
+    one_gpu.reset_mock()
     capture.number = 1
     y = module(leaf)
-    forward = len(one_gpu)
+    forward = one_gpu.call_count
     capture.number = 2
     y.float().square().sum().backward()
     assert forward > 0
-    assert len(one_gpu) - forward == (make is experts), "of the down projection alone, which its function does not save"
+    assert one_gpu.call_count - forward == (make is experts), "of the down projection alone, which its function does not save"
     assert_same([y.detach(), leaf.grad, *(p.grad for p in module.parameters())], want)
 
 

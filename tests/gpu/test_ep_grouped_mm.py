@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from tests.chains import by_plan
 from tests.fp8_cases import mx_bytes
 from tests.mx_cases import packed_views
 from tests.ranks import run_ranks
@@ -15,8 +16,7 @@ from tests.truth import KINDS, assert_same, make_case
 from mxep import ep_grouped_mm
 from mxep.comm import set_transport
 from mxep.device import FP8_PATHS, compute_capability
-from mxep.ep import ExchangePlan, blocks
-from mxep.grouped_mm.function import expert_mm
+from mxep.ep import ExchangePlan
 from mxep.recipe import RECIPES, Recipe
 
 pytestmark = pytest.mark.gpu
@@ -81,11 +81,6 @@ def test_wgrad_of_no_rows(path: str):
     assert not dw.any()
 
 
-def by_blocks(x: torch.Tensor, w: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
-    permuted = blocks.permute(blocks.dispatch(x, plan, recipe), plan, recipe)
-    return blocks.combine(blocks.unpermute(expert_mm(permuted.rows, w, permuted.offsets, recipe), permuted), plan, recipe)
-
-
 def one_call(x: torch.Tensor, w: torch.Tensor, plan: ExchangePlan, recipe: Recipe) -> torch.Tensor:
     counts = plan.num_tokens_per_expert_received
     return ep_grouped_mm(x, w, plan.input_splits, plan.output_splits, counts, plan.group_name, recipe)
@@ -99,7 +94,7 @@ def check_bits(plan: ExchangePlan, dtype: torch.dtype, what: str) -> None:
     w = (torch.randn(plan.num_local_experts, N, 256, device=device, generator=normal) / 16).to(dtype)
     for recipe in RECIPES.values():
         found = []
-        for chain in (one_call, by_blocks):
+        for chain in (one_call, by_plan):
             leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
             out = chain(*leaves, plan, recipe)
             found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.activation_cases import hidden
+from tests.moe_truth import experts_truth
 from torch import Tensor
 
 import mxep.operators  # noqa: F401
@@ -54,26 +54,14 @@ def run(module: torch.nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, (leaf, *module.parameters()), dy)]
 
 
-def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
-    leaves = [value.detach().double().requires_grad_() for value in (x + 0, *module.parameters())]
-    x, own = leaves[0], dict(zip((name for name, _ in module.named_parameters()), leaves[1:], strict=True))
-    parts, out = x.split([*COUNTS, P - sum(COUNTS)]), []
-    for e, r in enumerate(parts[:-1]):
-        up = r @ own["w3"][e].T + own["b3"][e] if "w3" in own else None
-        h = hidden(r @ own["w1"][e].T + own["b1"][e], up, module.activation, module.swiglu)
-        out.append(h @ own["w2"][e].T + own["b2"][e])
-    y = torch.cat((*out, torch.zeros_like(parts[-1])))
-    return [y.detach(), *torch.autograd.grad(y, leaves, (dy + 0).double())]
-
-
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_errors_are_those_of_the_separate_gemms(recipe: str, function: str):
     x, dy = rows(recipe)
     fused, separate = (experts(recipe, fused, **FUNCTIONS[function]) for fused in (True, False))
-    want, names = truth(fused, x, dy), ["y", "dx", *(name for name, _ in fused.named_parameters())]
-    for name, a, b, exact in zip(names, run(fused, x, dy), run(separate, x, dy), want, strict=True):
+    want = experts_truth(fused, x, dy, COUNTS)
+    for (name, exact), a, b in zip(want.items(), run(fused, x, dy), run(separate, x, dy), strict=True):
         errors = [float((value.double() - exact).norm() / exact.norm()) for value in (a, b)]
         assert errors[0] <= 1.05 * errors[1] + 1e-7, f"{name}: {errors}"
     y, dx = run(fused, x, dy)[:2]

@@ -63,7 +63,7 @@ def test_repeated_recomputed_checkpointed_and_cached_steps_have_the_same_bits(re
 def test_frozen_parts_few_tokens_and_nan(recipe: str) -> None:
     on_cpu.check_frozen_parts(recipe, close)
     on_cpu.test_few_tokens_and_all_tokens_at_one_expert(recipe)
-    on_cpu.test_nan_stays_with_its_token_and_its_experts(recipe)
+    on_cpu.test_nan_stays_with_its_token_and_its_experts(recipe, "auto")
 
 
 def test_saved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

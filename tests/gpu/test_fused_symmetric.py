@@ -14,7 +14,7 @@ from tests.fused.alternating import FUNCTION_BY_HAND, by_hand
 from tests.fused.test_fused_ranks import KINDS, PAIRS, batch, layer
 from tests.moe_truth import draw, walk
 from tests.truth import assert_same
-from tests.virtual import alone, run_virtual
+from tests.virtual import alone, collective_group, run_virtual
 from torch import Tensor
 
 from mxep.bench.layer import RECIPE, SIZES
@@ -59,7 +59,7 @@ def check_both_dispatchers(moe: FusedMoE, name: str, plain: str, x: Tensor, dy: 
 def on_one_gpu(me: int, world: int, name: str) -> None:
     """Every pair of modes, some with other routings; exchanges in MXFP8 and in high precision; a layer of real width."""
     torch.set_default_device("cuda")  # of this thread
-    plain = on_cpu.collective_group(name)
+    plain = collective_group(name)
     for at, kind in enumerate(KINDS):
         for recipe, dtype, wire in (("mxfp8_wgrad_with_mx", torch.bfloat16, "mxfp8"), ("hp", torch.float32, "hp")):
             x, dy = batch(world, kind, dtype)
@@ -158,7 +158,7 @@ def group() -> Iterator[str]:
 
 def test_alone_over_streams(group: str, no_sync: Callable) -> None:
     """One rank with real streams, flags and watchdog, through autograd: many steps over the same memory without a host sync."""
-    plain = on_cpu.collective_group(group)
+    plain = collective_group(group)
     moe = layer("mxfp8_wgrad_with_mx", torch.bfloat16, "random", expert_biases=True, **REAL)
     generator = torch.Generator().manual_seed(0)
     x, dy = (draw(generator, 3000, 2048).bfloat16() for _ in range(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.truth import Saved, assert_same, seeded, sqnr
+from tests.truth import assert_same, saved_tensors, seeded, sqnr
 
 from mxep import MXTensor, ScaleCalculationMode, quantize_mx, reference, to_mxfp8_then_scaled_grouped_mm
 from mxep import _to_mxfp8_then_scaled_grouped_mm as under_its_old_name
@@ -297,11 +297,11 @@ def test_nan_past_the_last_end_reaches_nothing() -> None:
 
 def test_saved_tensors() -> None:
     a, w = operands(ALIGNED)
-    with Saved() as saved:
+    with saved_tensors() as saved:
         to_mxfp8_then_scaled_grouped_mm(quantize_mx(a.detach()), w.transpose(-2, -1), offsets(ALIGNED), wgrad_with_hp=True)
     sizes = sorted(t.numel() * t.element_size() for t in saved)
     assert sizes == sorted([192 * K, 192 * K // 32, w.numel() * 4, 4 * len(ALIGNED)]), "MX bytes, the weight and the ends, no copy"
-    with Saved() as saved, torch.no_grad():
+    with saved_tensors() as saved, torch.no_grad():
         to_mxfp8_then_scaled_grouped_mm(a, w.transpose(-2, -1), offsets(ALIGNED))
     assert saved == []
 
@@ -375,8 +375,7 @@ def test_expert_mm_follows_its_recipe(name: str, dtype: torch.dtype) -> None:
 def test_wgrad_from_mx_quantises_once_and_saves_mx() -> None:
     a, w = operands(ALIGNED, 224, BF16)
     recipe = RECIPES["mxfp8_wgrad_with_mx"]
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         out = expert_mm(a, w, offsets(ALIGNED), recipe)
     assert not [t for t in saved if t.shape == a.shape and t.dtype == BF16]
     quantised = MXTensor(*reference.quantize(a.detach(), recipe.scaling_mode.value), BF16)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from tests.spies import spy_on
 
 from mxep.device import GEMM_PATHS
 from mxep.grouped_mm import products
@@ -18,28 +17,19 @@ from mxep.ops.grouped_gemm.hopper.rebase_reference import RebasedRows, quantize_
 @pytest.mark.parametrize(("wgrad", "forms"), [("mx", [True, True]), ("hp", [False, False]), ("none", [False, False])])
 def test_plain_rows_of_an_fp8_path_are_quantised_by_one_kernel(wgrad: str, forms: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both operands, in MX as well where wgrad reads it; the product is that of their rebased rows."""
-    made, quantize_grouped_mm = [], products.direct.quantize_grouped_mm
-
-    def recorded(*arguments: Any) -> list[torch.Tensor]:
-        made.append(arguments[7])
-        return quantize_grouped_mm(*arguments)
-
-    def refused(*_: object) -> None:
-        raise AssertionError("rows that are quantised apart from their rebase")
-
     torch.manual_seed(0)
     x, w = torch.randn(64, 96, requires_grad=True), torch.randn(1, 32, 96, requires_grad=wgrad != "none")
     w_mx = products._quantize_weight(w.detach(), "rceil"), products._quantize_weight(w.detach().mT, "rceil")
     offs = torch.tensor([64], dtype=torch.int32)
     monkeypatch.setattr(products.GemmOptions, "rebased", "row")
-    monkeypatch.setattr(products.direct, "quantize_grouped_mm", recorded)
-    monkeypatch.setattr(products.direct, "quantize", refused)
+    made = spy_on(monkeypatch, products.direct, "quantize_grouped_mm")
+    monkeypatch.setattr(products.direct, "quantize", lambda *_: pytest.fail("rows that are quantised apart from their rebase"))
     monkeypatch.setattr(products.Weights, "make_both", lambda _: (None, None))
     monkeypatch.setattr(products.Weights, "quantized", lambda _, which: w_mx[which == "dgrad"])
     gemm = products.gemm_options(x.device, x.dtype, "reference", wgrad, "rceil", False)
     y = _GroupedMM.apply(x, w, offs, None, gemm, None)
     y.backward(torch.randn_like(y))
-    assert made == forms
+    assert [call.args[7] for call in made.call_args_list] == forms
     rows = RebasedRows(*quantize_rows(x.detach(), "rceil", "row", False))
     assert torch.equal(y, torch.ops.mxep.grouped_mm_mx(*rows[:2], *w_mx[0], offs, x.dtype, "reference"))
     assert x.grad is not None
@@ -74,16 +64,16 @@ def frozen(*transposed: bool) -> list[MXWeight]:
 )
 def test_the_other_form_of_frozen_weights(which: str, transposed: tuple[bool, ...], path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes are those of the dequantised values, which FP8 paths do not materialise unless one of two weights is transposed."""
-    parts, made, dequantize = frozen(*transposed), [], products.direct.dequantize
+    parts = frozen(*transposed)
     values = torch.cat([part.dequantize() for part in parts], 1)
     want = products._quantize_weight(values if which == "forward" else values.transpose(-2, -1), "rceil")
     want = products.direct.rebase_weight(*want) if path == "fp8" else want
-    monkeypatch.setattr(products.direct, "dequantize", lambda *arguments: (made.append(arguments[2]), dequantize(*arguments))[1])
+    made = spy_on(monkeypatch, products.direct, "dequantize")
     gemm = products.GemmOptions(torch.bfloat16, "hp", "rceil", path, path, GEMM_PATHS[path].granularity, False)
     got = products.Weights(parts[0], parts[1] if len(parts) > 1 else None, gemm).quantized(which)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
     through_values = path == "reference" or (len(parts) > 1 and any(transposed))
-    assert made == [torch.bfloat16] * len(parts) * through_values
+    assert [call.args[2] for call in made.call_args_list] == [torch.bfloat16] * len(parts) * through_values
 
 
 def test_forms_that_are_made_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
 from tests.truth import sqnr
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 peft = pytest.importorskip("peft", reason="a development tool")
@@ -21,9 +21,8 @@ trl = pytest.importorskip("trl", reason="a development tool")
 
 from accelerate import Accelerator  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from tests.integrations.test_peft_0_21 import byte_tokenizer, tokens_of  # noqa: E402
 from tests.integrations.test_transformers_5 import ALL_ATTENTION, build  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 from transformers.integrations.moe import ExpertsInterface  # noqa: E402
 
 from mxep.integrations import transformers_5  # noqa: E402
@@ -38,10 +37,6 @@ def _registered() -> Iterator[None]:
     transformers_5.register()
     yield
     del ExpertsInterface._global_mapping["mxep"], transformers_5.EPImplementationInterface._global_mapping["mxep"]
-
-
-def tokens_of(seed: int) -> Tensor:
-    return torch.randint(3, 256, (2, 21), generator=torch.Generator().manual_seed(seed))
 
 
 def adapted(family: str, **targets: Any) -> Any:
@@ -73,27 +68,15 @@ def test_gradients_of_adapters_are_those_of_grouped_mm(family: str) -> None:
         assert 17 < sqnr(want[name], ours[name]) < 60, name
 
 
-class _Names(TorchDispatchMode):
-    """The names of mxep's operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(str(function))
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(("targets", "learn"), [(ON_ATTENTION, False), (ON_EXPERTS, True)], ids=["attention", "experts"])
 def test_frozen_experts_have_no_gradients_of_weights(targets: dict[str, Any], learn: bool) -> None:
     model = adapted("Qwen3Moe", **targets)
     model.base_model.model.set_experts_implementation("mxep")
     loss = model(input_ids=tokens_of(0), labels=tokens_of(0)).loss
-    with _Names() as ran:
+    with OperatorCalls() as calls:
         loss.backward()
-    assert any("wgrad" in name for name in ran.seen) == learn
-    assert any("mxep.grouped_mm" in name for name in ran.seen)  # dgrad
+    assert any("wgrad" in name for name in calls.names) == learn
+    assert any("mxep.grouped_mm" in name for name in calls.names)  # dgrad
 
 
 def test_a_merged_model_is_the_adapted_one() -> None:
@@ -108,12 +91,8 @@ def test_a_merged_model_is_the_adapted_one() -> None:
 
 def preferences() -> dict[str, Any]:
     """Arguments of DPOTrainer besides its models."""
-    alphabet = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())][:256]
-    by_bytes = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
-    by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=by_bytes, pad_token="<pad>", eos_token="<eos>")
     rows = [{"prompt": f"{n} plus 1 =", "chosen": f" {n + 1}", "rejected": " 0"} for n in range(4)]
-    return {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    return {"train_dataset": Dataset.from_list(rows), "processing_class": byte_tokenizer()}
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL 1.16 still says it

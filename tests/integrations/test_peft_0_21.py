@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.truth import raises_naming, sqnr
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
 from mxep.mx import MXWeight
@@ -167,35 +167,27 @@ def test_frozen_factors_of_experts() -> None:
         assert all(torch.equal(every[name], grad) for name, grad in grads.items())
 
 
-class _Shapes(TorchDispatchMode):
-    """Operators that return a plain tensor of at least so many values."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel = numel
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **kwargs or {})
-        for value in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(value, Tensor) and not isinstance(value, MXWeight) and value.dim() == 3 and value.numel() >= self.numel:
-                self.seen.add(str(function))
-        return made
-
-
 @pytest.mark.parametrize("quantise", [True, False], ids=["MX", "bf16"])
 def test_no_delta_is_materialised(quantise: bool) -> None:
     wrapped = experts_of(adapted("Qwen3Moe", quantise=quantise))
     scores, choices = torch.rand(5, 8, generator=torch.Generator().manual_seed(3)).topk(2)
     x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
-    with _Shapes(wrapped.get_base_layer().down_proj.numel()) as forward:
+    least = wrapped.get_base_layer().down_proj.numel()
+
+    def makes_a_plain_tensor(function: Any, args: Any, made: Any) -> bool:
+        """As large as a weight."""
+        values = made if isinstance(made, tuple | list) else (made,)
+        plain = [value for value in values if isinstance(value, Tensor) and not isinstance(value, MXWeight)]
+        return any(value.dim() == 3 and value.numel() >= least for value in plain)
+
+    with OperatorCalls(makes_a_plain_tensor) as forward:
         y = wrapped(x, choices, scores)
-    with _Shapes(wrapped.get_base_layer().down_proj.numel()) as backward:
+    with OperatorCalls(makes_a_plain_tensor) as backward:
         y.sum().backward()
     views = {"aten.transpose.int", "aten.view.dtype", "aten.detach.default", "aten.alias.default"}
     views |= {"mxep.quantize.default", "mxep.quantize_columnwise.default"}  # MX bytes
-    assert forward.seen - views == set()
-    assert backward.seen - views - {"mxep.dequantize.default"} == set()  # dgrad's form of a base in MX, dropped after use
+    assert set(forward.names) - views == set()
+    assert set(backward.names) - views - {"mxep.dequantize.default"} == set()  # dgrad's form of a base in MX, dropped after use
     assert wrapped.lora_A["default"].weight.grad.count_nonzero()
 
 

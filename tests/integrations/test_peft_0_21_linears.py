@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.truth import sqnr
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
 from mxep.mx import MXWeight, weight_cache
@@ -97,20 +97,6 @@ def test_a_dense_layer_against_float64(kind: str, changes: dict[str, bool]) -> N
         assert sqnr(value, got[name]) > (17 if "MXLinear" in kind and name in "xy" else 45), name
 
 
-class _Results(TorchDispatchMode):
-    """Operators that make a tensor of at least so many values, and its dtype."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel, self.seen = numel, set[tuple[str, torch.dtype]]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **kwargs or {})
-        if isinstance(made, Tensor) and made.numel() >= self.numel:
-            self.seen.add((function.overloadpacket.__name__, made.dtype))
-        return made
-
-
 @pytest.mark.parametrize("kind", DENSE)
 def test_a_dense_layer_is_one_node(kind: str) -> None:
     """One autograd function for the base and its adapter, on the parameters themselves; a frozen weight is read past the dispatcher."""
@@ -131,11 +117,16 @@ def test_a_dense_layer_is_one_node(kind: str) -> None:
 def test_only_gemms_make_tensors_of_a_dense_layers_size() -> None:
     model = dense("torch")
     x, dy = rows_of(1, 64).requires_grad_(), rows_of(2, 96)
-    with _Results(x.numel()) as results:
+    made = set[tuple[str, torch.dtype]]()
+
+    def note(function: Any, args: Any, result: Any) -> None:
+        if isinstance(result, Tensor) and result.numel() >= x.numel():
+            made.add((function.overloadpacket.__name__, result.dtype))
+
+    with OperatorCalls(note):
         model(x).backward(dy)
     views = {"view", "t", "_unsafe_view", "detach", "alias", "transpose"}
-    made = {(name, dtype) for name, dtype in results.seen if name not in views}
-    assert made == {("mm", torch.bfloat16), ("addmm_", torch.bfloat16)}
+    assert {(name, dtype) for name, dtype in made if name not in views} == {("mm", torch.bfloat16), ("addmm_", torch.bfloat16)}
 
 
 @pytest.mark.parametrize("kind", ["torch", "torch, frozen in MX", "MXLinear, frozen in MX", "torch, adapters in bf16"])

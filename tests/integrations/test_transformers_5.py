@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
-from tests.test_blocks import Count
 from tests.truth import sqnr
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -264,9 +264,9 @@ def test_activation_checkpointing_runs_the_down_gemm_once() -> None:
         if checkpoints:
             model.train()
             model.activation_checkpointing_enable()
-        with Count() as count:
+        with OperatorCalls() as calls:
             model(input_ids=tokens, labels=tokens).loss.backward()
-        products.append(count.calls["grouped_mm_mx"])
+        products.append(calls.counts["grouped_mm_mx"])
     assert products[1] - products[0] == model.config.num_hidden_layers
 
 

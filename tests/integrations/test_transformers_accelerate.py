@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.operator_calls import LargestTensor
 from tests.truth import sqnr
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 
@@ -253,28 +253,15 @@ def test_no_label_to_learn() -> None:
     assert not any(gradient.count_nonzero() for gradient in found.values())
 
 
-class _MostLogits(TorchDispatchMode):
-    """The most values of a tensor with a column for each word."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **kwargs or {})
-        for tensor in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (WORDS,):
-                self.largest = max(self.largest, tensor.numel())
-        return results
-
-
 def test_only_one_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = model_of(), tokens_of(0, 4, 128)
     monkeypatch.setattr(transformers_loss, "linear_cross_entropy", functools.partial(linear_cross_entropy, chunk_tokens=128))
-    with _MostLogits() as plain:
+    with LargestTensor(lambda tensor: tensor.shape[-1:] == (WORDS,)) as plain:
         model(input_ids=tokens, labels=tokens).loss.backward()
     transformers_5.accelerate(model, MX)
-    with _MostLogits() as ours:
+    with LargestTensor(lambda tensor: tensor.shape[-1:] == (WORDS,)) as ours:
         model(input_ids=tokens, labels=tokens).loss.backward()
-    assert (plain.largest, ours.largest) == (512 * WORDS, 128 * WORDS)
+    assert (plain.size, ours.size) == (512 * WORDS, 128 * WORDS)
 
 
 def losses_of_trainer(model: Any, folder: Path) -> list[float]:

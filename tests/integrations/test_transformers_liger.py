@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.spies import spy_on
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="the library that is adapted")
 
 from tests.integrations.test_transformers_accelerate import gradients, labelled, model_of, tokens_of  # noqa: E402
 
-from mxep.integrations import transformers_5  # noqa: E402
+from mxep.integrations import transformers_5, transformers_liger  # noqa: E402
 from mxep.integrations.transformers_liger import (  # noqa: E402
     RMSNormForm,
     RotaryForm,
@@ -102,25 +103,19 @@ def test_a_converted_attention_calls_another_function(family: str, monkeypatch: 
     """On a CPU that is the file's own, so results are the same bits; the file's global and other models stay."""
     model, tokens = model_of(family).eval(), tokens_of(1)
     attention = [module for module in model.modules() if rotary_form(module) is not None]
-    want, calls = model(input_ids=tokens).logits, []
-
-    def counted(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        calls.append(args)
-        return _liger_rotary(*args, **kwargs)
-
-    monkeypatch.setattr("mxep.integrations.transformers_liger._liger_rotary", counted)
+    want, rotary = model(input_ids=tokens).logits, spy_on(monkeypatch, transformers_liger, "_liger_rotary")
     _forward_with_liger.cache_clear()
     undo = [convert_rotary(module) for module in attention]
     copied = copy.deepcopy(model)
     assert torch.equal(model(input_ids=tokens).logits, want)
-    assert len(calls) == len(attention) == 2
+    assert rotary.call_count == len(attention) == 2
     copied.model.layers[0].self_attn.o_proj.weight.data.zero_()  # the copy's forward is that of the copy
     assert not torch.equal(copied(input_ids=tokens).logits, want)
-    calls.clear()
+    rotary.reset_mock()
     for one in undo:
         one()
     assert torch.equal(model(input_ids=tokens).logits, want)
-    assert calls == []
+    assert not rotary.called
     _forward_with_liger.cache_clear()
 
 

@@ -102,8 +102,7 @@ def test_attention_against_plain_arithmetic(q_lora_rank: int) -> None:
     assert torch.allclose(attention(x, table), attention.wo(out.flatten(2)), atol=1e-5)
 
 
-def test_causal() -> None:
-    model = build().eval()
+def check_causal(model: nn.Module) -> None:
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 256
@@ -112,6 +111,18 @@ def test_causal() -> None:
     assert first.shape == (2, 16, 256)
     assert torch.allclose(first[:, :9], second[:, :9], atol=1e-6)
     assert not torch.allclose(first[:, 9:], second[:, 9:], atol=1e-3)
+
+
+def check_gradients(model: nn.Module) -> None:
+    """After a backward: every parameter has one."""
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert bool(p.grad.isfinite().all()), name
+        assert bool(p.grad.any()), name
+
+
+def test_causal() -> None:
+    check_causal(build().eval())
 
 
 def test_initialisation() -> None:
@@ -154,10 +165,7 @@ def test_gradients_reach_every_parameter(recipe: str, dtype: torch.dtype) -> Non
     assert model.rope(tokens.device).dtype == torch.complex64
     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()) + model.router_loss()
     loss.backward()
-    for name, p in model.named_parameters():
-        assert p.grad is not None, name
-        assert bool(p.grad.isfinite().all()), name
-        assert bool(p.grad.any()), name
+    check_gradients(model)
 
 
 def test_dense_only_model_has_no_router_loss() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.spies import spy_on
 
 from mxep.models import huggingface_files
 from mxep.models.families import build_model
@@ -120,17 +121,10 @@ def fp8_model(folder: Path) -> torch.nn.Module:
 def test_a_model_starts_from_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight is the one that transformers dequantises; each file is opened once."""
     fp8_model(tmp_path / "hf")
-    opened: list[str] = []
-    plain = huggingface_files.safe_open
-
-    def recording(path: Path, **options: Any) -> Any:
-        opened.append(path.name)
-        return plain(path, **options)
-
-    monkeypatch.setattr(huggingface_files, "safe_open", recording)
+    opened = spy_on(monkeypatch, huggingface_files, "safe_open")
     ours, told = build_model(QWEN, resolve_recipe("hp")), list[str]()
     load_published(ours, tmp_path / "hf", report=told.append)
-    assert opened == ["model-a.safetensors", "model-b.safetensors"]
+    assert [call.args[0].name for call in opened.call_args_list] == ["model-a.safetensors", "model-b.safetensors"]
     count = len(load_file(tmp_path / "hf" / "model-a.safetensors"))
     assert told[-1] == f"{tmp_path / 'hf'}: read {count} of {count} tensors"
     transformers = pytest.importorskip("transformers", reason="the oracle is a development tool")
@@ -214,8 +208,8 @@ def test_one_expert_and_two_files_at_a_time(tmp_path: Path, monkeypatch: pytest.
     for name, tensor in tensors.items():
         save_file({name: tensor}, tmp_path / file_of[name])
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": file_of}))
-    plain, convert = huggingface_files.safe_open, huggingface_files.mxfp4_to_mxfp8
-    alive, decoded = [0, 0], set[tuple[int, ...]]()  # files that are open now, and the most at a time
+    plain = huggingface_files.safe_open
+    alive = [0, 0]  # files that are open now, and the most at a time
 
     class Opened:
         def __init__(self, path: Path, **options: Any) -> None:
@@ -229,15 +223,11 @@ def test_one_expert_and_two_files_at_a_time(tmp_path: Path, monkeypatch: pytest.
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-    def recording(blocks: torch.Tensor, *more: Any) -> MXTensor:
-        decoded.add(tuple(blocks.shape))
-        return convert(blocks, *more)
-
     monkeypatch.setattr(huggingface_files, "safe_open", Opened)
-    monkeypatch.setattr(huggingface_files, "mxfp4_to_mxfp8", recording)
+    decoded = spy_on(monkeypatch, huggingface_files, "mxfp4_to_mxfp8")
     told: list[str] = []
     assert [expert for _, expert, _ in read_tensors(tmp_path, lambda name: True, report=told.append)] == [0, 1, 2] * 4
-    assert (alive[1], decoded) == (2, {(8, 2, 16)})
+    assert (alive[1], {tuple(call.args[0].shape) for call in decoded.call_args_list}) == (2, {(8, 2, 16)})
     assert told[0] == f"{tmp_path}: read 1 of 4 tensors"
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.operator_calls import OperatorCalls
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mxep.models.loss import CHUNK_TOKENS, IGNORE, OutputProjection, linear_cross_entropy
@@ -61,15 +61,13 @@ def test_error_is_that_of_the_plain_loss(dtype: torch.dtype, factor: float) -> N
         assert ours[index].grad.dtype == dtype
 
 
-class Products(TorchDispatchMode):
-    """Counts the matrix products that are run, and sums of matrices that are a pass of their own."""
+def is_product(function: Any, args: Any, result: Any) -> bool:
+    return function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.matmul, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 
-    count = sums = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.matmul, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        self.sums += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and args[0].dim() == 2
-        return func(*args, **kwargs or {})
+def adds_matrices(function: Any, args: Any, result: Any) -> bool:
+    """In a pass of its own."""
+    return function.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and args[0].dim() == 2
 
 
 @pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True), (False, False)])
@@ -79,12 +77,12 @@ def test_only_requested_gradients_are_computed(needed: tuple[bool, bool]) -> Non
     for operands in (ours, theirs):
         for operand, wants in zip(operands, needed, strict=False):
             operand.requires_grad_(wants)
-    with Products() as products:
+    with OperatorCalls(is_product) as products, OperatorCalls(adds_matrices) as sums:
         got = linear_cross_entropy(*ours, chunk_tokens=30)
-        assert (products.count, products.sums) == (3 * (1 + sum(needed)), 0)
+        assert (len(products.names), len(sums.names)) == (3 * (1 + sum(needed)), 0)
         if any(needed):
             got.backward()
-        assert products.count == 3 * (1 + sum(needed))
+        assert len(products.names) == 3 * (1 + sum(needed))
     want = plain(*theirs)
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-12)
     if any(needed):
@@ -97,9 +95,9 @@ def test_without_grad_mode_only_the_loss_is_computed() -> None:
     operands = case(64, 16, 50, torch.float32)
     want = linear_cross_entropy(*operands, chunk_tokens=30)
     for off in (torch.no_grad, torch.inference_mode):
-        with off(), Products() as products:
+        with off(), OperatorCalls(is_product) as products:
             got = linear_cross_entropy(*operands, chunk_tokens=30)
-        assert (products.count, got.requires_grad) == (3, False)
+        assert (len(products.names), got.requires_grad) == (3, False)
         assert torch.equal(got, want.detach())
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.models.test_loss import case, plain
+from tests.operator_calls import LargestTensor, OperatorCalls
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
 from mxep.models.loss import IGNORE, OutputProjection
@@ -134,40 +133,14 @@ def test_no_label_to_learn(recipe: str, tokens: int) -> None:
         assert not weight.grad.count_nonzero()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Values of the largest tensor that an operator returns, among those with a row for each token or a column for each word."""
-
-    def __init__(self, words: int) -> None:
-        super().__init__()
-        self.words, self.largest = words, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **kwargs or {})
-        for tensor in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(tensor, Tensor) and self.words in tensor.shape:
-                self.largest = max(self.largest, tensor.numel())
-        return results
-
-
 @pytest.mark.parametrize("wgrad", WGRADS)
 def test_only_one_chunk_of_logits_exists(wgrad: str) -> None:
     """2048 tokens in chunks of 64: no tensor with a column for each word has more rows than a chunk, or than the width of 64."""
     hidden, weight = torch.randn(2048, 64, requires_grad=True), torch.randn(512, 64, requires_grad=True)
     labels = torch.randint(512, (2048,))
-    with LargestTensor(512) as seen:
+    with LargestTensor(lambda tensor: 512 in tensor.shape) as seen:
         mxep.linear_cross_entropy(hidden, weight, labels, 64, recipe=WGRADS[wgrad]).backward()
-    assert seen.largest == 64 * 512
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "mxep":
-            self.names.append(func._opname)
-        return func(*args, **kwargs or {})
+    assert seen.size == 64 * 512
 
 
 def test_only_requested_gradients_are_computed() -> None:
@@ -177,9 +150,11 @@ def test_only_requested_gradients_are_computed() -> None:
         operands = operands_of("random", torch.float32)
         for operand, wants in zip(operands, needed, strict=False):
             operand.requires_grad_(wants)
-        with Calls() as calls:
+        with OperatorCalls() as calls:
             mxep.linear_cross_entropy(*operands, 100, recipe="mxfp8_wgrad_with_mx")
-        made = tuple(sum(name.startswith(kind) for name in calls.names) for kind in ("quantize", "grouped_mm", "grouped_wgrad"))
+        made = tuple(
+            sum(name.startswith(kind) for name in calls.short_names("mxep")) for kind in ("quantize", "grouped_mm", "grouped_wgrad")
+        )
         assert made == expected, needed
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tests.moe_truth import error
+from tests.moe_truth import error, experts_truth
+from tests.truth import saved_tensors
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +13,7 @@ from mxep.moe import MoE, MoEConfig
 from mxep.moe.expert_mlp import ExpertWeights
 from mxep.moe.experts import Experts
 from mxep.moe.ffn import expert_ffn
-from mxep.mx import MXTensor, quantize_mx
+from mxep.mx import quantize_mx
 from mxep.parallel import cache_quantized_weights
 from mxep.recipe import resolve_recipe
 
@@ -21,7 +21,7 @@ P, D, H, L = 512, 256, 192, 4
 COUNTS = torch.tensor([160, 0, 96, 224])  # 32 rows of no expert at the end
 FUSED = ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_hp_floor", "mxfp8_gemm")
 MX_WGRAD = ("mxfp8_wgrad_with_mx", "mxfp8_gemm_wgrad_with_mx")
-NAMES = ("y", "dx", "dw1", "dw2", "dw3")
+NAMES = ("y", "dx", "w1", "w2", "w3")
 
 
 def experts(recipe: str, dtype: torch.dtype = torch.bfloat16, fused: bool = True) -> Experts:
@@ -49,23 +49,13 @@ def run(module: torch.nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return dict(zip(NAMES, (y.detach(), *grads), strict=True))
 
 
-def truth(module: Experts, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """The same in float64, expert by expert."""
-    x, w1, w2, w3 = (value.detach().double().requires_grad_() for value in (x, module.w1, module.w2, module.w3))
-    parts = x.split([*COUNTS.tolist(), P - int(COUNTS.sum())])
-    out = [(F.silu(part @ w1[e].T) * (part @ w3[e].T)) @ w2[e].T for e, part in enumerate(parts[:-1])]
-    y = torch.cat((*out, torch.zeros_like(parts[-1])))
-    y.backward(dy.double())
-    return dict(zip(NAMES, (y.detach(), x.grad, w1.grad, w2.grad, w3.grad), strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["normal", "student", "outliers"])
 @pytest.mark.parametrize("recipe", [*FUSED, *MX_WGRAD])
 def test_errors_are_those_of_the_separate_gemms(recipe: str, kind: str, dtype: torch.dtype) -> None:
     x, dy = rows(kind, dtype)
     one, separate = experts(recipe, dtype), experts(recipe, dtype, fused=False)
-    want = truth(one, x, dy)
+    want = experts_truth(one, x, dy, COUNTS.tolist())
     if one.recipe.dispatch == "mxfp8":
         x, dy = quantize_mx(x, one.recipe.scaling_mode), quantize_mx(dy, one.recipe.scaling_mode)
     got, of_hp = run(one, x, dy), run(separate, x, dy)
@@ -73,8 +63,8 @@ def test_errors_are_those_of_the_separate_gemms(recipe: str, kind: str, dtype: t
         assert got[name].dtype == of_hp[name].dtype == dtype
         ratio = error(got[name], want[name]) / error(of_hp[name], want[name])
         assert 1 / 1.05 <= ratio <= 1.05, f"{name}: {ratio:.3f}"
-    assert not got["dw1"][1].any()
-    assert not got["dw2"][1].any()
+    assert not got["w1"][1].any()
+    assert not got["w2"][1].any()
     assert not got["y"][-32:].any()
     assert not got["dx"][-32:].any()
 
@@ -94,28 +84,23 @@ def test_saves_half_of_what_the_separate_gemms_save() -> None:
     x = quantize_mx(rows("normal")[0]).requires_grad_()
     taken = {}
     for fused in (True, False):
-        module, saved = experts("mxfp8_wgrad_with_hp", fused=fused), {}
-
-        def keep(value: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            saved[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-            return value
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        module = experts("mxfp8_wgrad_with_hp", fused=fused)
+        with saved_tensors() as saved:
             module(x, COUNTS)
+        kept = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in saved}
         constant = sum(w.nbytes for w in module.parameters()) + x.qdata.nbytes + x.scale.nbytes + L * 4
-        taken[fused] = sum(saved.values()) - constant
+        taken[fused] = sum(kept.values()) - constant
     assert taken[True] == P * 2 * H * 2
     assert taken[False] == 2 * taken[True]
 
 
 def test_saves_mx_bytes_where_wgrad_reads_them() -> None:
     """x in bf16 is kept as its MX bytes; h and its gradient nowhere."""
-    x, saved = rows("normal")[0].requires_grad_(), {}
-    module = experts("mxfp8_gemm_wgrad_with_mx")
-    with torch.autograd.graph.saved_tensors_hooks(lambda v: saved.setdefault(v.data_ptr(), v) if v.numel() else v, lambda v: v):
+    x, module = rows("normal")[0].requires_grad_(), experts("mxfp8_gemm_wgrad_with_mx")
+    with saved_tensors() as saved:
         module(x, COUNTS)
     weights = sum(w.nbytes for w in module.parameters())
-    assert sum(v.nbytes for v in saved.values()) == weights + L * 4 + P * D * 33 // 32 + P * 2 * H * 2
+    assert sum({v.data_ptr(): v.nbytes for v in saved}.values()) == weights + L * 4 + P * D * 33 // 32 + P * 2 * H * 2
 
 
 @pytest.mark.parametrize("kind", ["normal", "student", "outliers"])
@@ -124,7 +109,7 @@ def test_error_of_wgrad_from_mx_operands(recipe: str, kind: str) -> None:
     """On these data it has 1.03 to 1.16 times the error of the hp wgrad, 1.14 to 1.32 if x and dy are bf16; y and dx are the same."""
     x, dy = rows(kind)
     other = experts({"mxfp8_wgrad_with_mx": "mxfp8_wgrad_with_hp", "mxfp8_gemm_wgrad_with_mx": "mxfp8_gemm"}[recipe])
-    want = truth(other, x, dy)
+    want = experts_truth(other, x, dy, COUNTS.tolist())
     if other.recipe.dispatch == "mxfp8":
         x, dy = quantize_mx(x), quantize_mx(dy)
     got, of_hp = run(experts(recipe), x, dy), run(other, x, dy)
@@ -173,13 +158,3 @@ def test_in_the_layer_with_checkpointing_and_cached_weights() -> None:
     for a, b, c in zip(plain, recomputed, cached, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-
-
-def test_weights_that_do_not_fit_raise() -> None:
-    x, module = rows("normal")[0], experts("mxfp8_gemm")
-    offs, recipe = COUNTS.cumsum(0), module.recipe
-    with pytest.raises(ValueError, match=r"want \(L, H, D\), \(L, D, H\)"):
-        expert_ffn(x, ExpertWeights(module.w1, module.w1, module.w3), offs, recipe)
-    with pytest.raises(ValueError, match="of one dtype"):
-        expert_ffn(x, ExpertWeights(module.w1, module.w2.float(), module.w3), offs, recipe)
-    assert not isinstance(expert_ffn(x, ExpertWeights(module.w1, module.w2, module.w3), offs, recipe), MXTensor)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.activation_cases import hidden
-from tests.moe_truth import error
+from tests.moe_truth import error, experts_truth
 from tests.ranks import run_ranks
 from tests.truth import raises_naming
 from torch import Tensor
@@ -68,19 +68,6 @@ def grads(out: Tensor, dy: Tensor, *leaves: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
 
 
-def truth(module: Experts, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """Output and gradients in float64."""
-    names = present(module)
-    x, *parts = (value.detach().double().requires_grad_() for value in (x + 0, *(getattr(module, name) for name in names)))
-    own = dict(zip(names, parts, strict=True))
-    split, out = x.split([*COUNTS.tolist(), P - int(COUNTS.sum())]), []
-    for e, r in enumerate(split[:-1]):
-        up = r @ own["w3"][e].T + own["b3"][e] if "w3" in own else None
-        h = hidden(r @ own["w1"][e].T + own["b1"][e], up, module.activation, module.swiglu)
-        out.append(h @ own["w2"][e].T + own["b2"][e])
-    return grads(torch.cat((*out, torch.zeros_like(split[-1]))), (dy + 0).double(), x, *parts)
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -88,14 +75,14 @@ def test_errors_with_biases_are_those_of_the_separate_gemms(recipe: str, dtype: 
     x, dy = rows(recipe, dtype)
     modules = [experts(recipe, fused, True, dtype, **FUNCTIONS[function]) for fused in (True, False)]
     names = present(modules[0])
-    want = truth(modules[0], x, dy)
+    want = experts_truth(modules[0], x, dy, COUNTS.tolist())
     results = []
     for module in modules:
         leaf = x.detach().requires_grad_()
         results.append(grads(module(leaf, COUNTS), dy, leaf, *(getattr(module, name) for name in names)))
-    for name, fused, separate, exact in zip(("y", "dx", *names), *results, want, strict=True):
+    for name, fused, separate in zip(("y", "dx", *names), *results, strict=True):
         assert fused.dtype == separate.dtype == dtype
-        assert error(fused, exact) <= 1.05 * error(separate, exact) + 1e-7, name
+        assert error(fused, want[name]) <= 1.05 * error(separate, want[name]) + 1e-7, name
     for fused, _ in zip(*results, strict=True):
         assert not fused[1].any() or fused.shape[0] == P, "an empty expert has no gradient"
     assert not results[0][0][192:].any()
@@ -346,6 +333,8 @@ def test_weights_that_do_not_fit_raise() -> None:
     module, x = experts(), rows("mxfp8_gemm")[0]
     w1, w2, w3, b1 = module.w1, module.w2, module.w3, module.b1
     for given, text in (
+        (ExpertWeights(w1, w1, w3), r"want \(L, H, D\), \(L, D, H\)"),
+        (ExpertWeights(w1, w2.float(), w3), "of one dtype"),
         (ExpertWeights(w1, w2), r"w1 \(4, 96, 128\) .* want \(L, 2H, D\), \(L, D, H\) of one dtype"),
         (ExpertWeights(w1, w2, w3, b1[:, :32]), r"b1 is \(4, 32\) torch.bfloat16, want \(4, 96\)"),
         (ExpertWeights(w1, w2, w3, layout="interleaved"), "layout='interleaved', want 'concatenated'"),
@@ -355,6 +344,7 @@ def test_weights_that_do_not_fit_raise() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             expert_ffn(x, given, ENDS, module.recipe)
+    assert not isinstance(expert_ffn(x, ExpertWeights(w1, w2, w3), ENDS, module.recipe), MXTensor)
 
 
 def test_forms_of_swiglu_in_a_compiled_graph() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.moe_truth import D, H, draw, error, make, truth, walk
+from tests.moe_truth import H, draw, error, make, tokens, truth, walk
+from tests.spies import spy_on
 from tests.truth import assert_same, raises_naming
 from torch import Tensor
 
@@ -18,11 +19,6 @@ from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import RECIPES
 
 IN_MX = RuntimeEPConfig(keep_first_product="mxfp8")
-
-
-def tokens(count: int, width: int = D) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return draw(generator, count, width).bfloat16(), draw(generator, count, width).bfloat16()
 
 
 @pytest.mark.parametrize("name", ["swiglu", "clamped", "geglu", "relu2"])
@@ -66,7 +62,7 @@ def test_each_gradient_is_that_of_the_quantised_values(name: str, layout: str, m
 def test_outputs_are_equal_and_gradients_are_close(recipe: str) -> None:
     """Error against float64 over that with the product kept as it is: what docs/numerics.md says; in high precision all there is."""
     moe = make(FusedMoE, recipe, dim=128, expert_biases=True)
-    x, dy = tokens(600, 128)
+    x, dy = tokens(600, width=128)
     want = truth(moe, x, dy, moe.router(x).experts)
     whole = walk(moe, x, dy)
     moe.runtime = IN_MX
@@ -89,12 +85,11 @@ def test_saved_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, rest = divmod(kept["first product"], 2 * H * 2)
     assert rest == 0
     assert saved_bytes(moe(x)) == kept | {"first product": rows * 2 * H * 33 // 32}
-    asked, activate = [], expert_mlp.activate
-    monkeypatch.setattr(expert_mlp, "activate", lambda *args: (asked.append(args[-1]), activate(*args))[1])
+    activate = spy_on(monkeypatch, expert_mlp, "activate")
     moe(x)
     with torch.no_grad():
         moe(x)
-    assert asked == ["rceil", ""], "nothing is saved in inference"
+    assert [call.args[-1] for call in activate.call_args_list] == ["rceil", ""], "nothing is saved in inference"
 
 
 @pytest.mark.usefixtures("poison")

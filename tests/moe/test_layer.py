@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.truth import sqnr
+from tests.truth import saved_tensors, sqnr
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -95,8 +95,7 @@ def test_mxfp8_layer_stays_near_bf16(recipe: str, floor_db: float) -> None:
 def test_no_grad_forward_saves_nothing(recipe: str) -> None:
     moe = make(recipe, balance_loss=0.1, num_shared_experts=1)
     x = torch.randn(40, 64)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         trained = moe(x)
         assert saved
         saved.clear()
@@ -360,7 +359,7 @@ def test_sum_over_choices_keeps_rows_as_they_came(dtype: torch.dtype) -> None:
     rows, scores = torch.randn(150, 64, generator=generator).to(dtype), torch.rand(50, 3, generator=generator)
     order, slots = torch.randperm(150, generator=generator).int(), torch.empty(150, dtype=torch.int64)
     slots[order.long()] = torch.arange(150)
-    grad, results, kept = torch.randn(50, 64, generator=generator).to(dtype), [], []
+    grad, results = torch.randn(50, 64, generator=generator).to(dtype), []
 
     def plain(out: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         terms = out[slots].view(50, 3, 64).float() * weights[..., None]
@@ -368,7 +367,7 @@ def test_sum_over_choices_keeps_rows_as_they_came(dtype: torch.dtype) -> None:
 
     for function in (moe._sum_choices, plain):
         out, weights = rows.clone().requires_grad_(), scores.clone().requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        with saved_tensors() as kept:
             y = function(out, weights, order)
         if function != plain:
             assert {tensor.dtype for tensor in kept} == {dtype, torch.float32, torch.int32}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.operator_calls import OperatorCalls
 from tests.truth import raises_naming, sqnr
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mxep
 from mxep.device import GEMM_PATHS
@@ -150,24 +149,12 @@ def test_adapters_that_do_not_fit(changed: dict[str, Tensor | None], words: tupl
         mxep.fused_experts(given["x"], experts, scores, given["w1"], None, given["w2"], None, L, group="", lora=lora)
 
 
-class _Operators(TorchDispatchMode):
-    """How often each operator ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Counter[str]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[function.overloadpacket.__name__] += 1
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(("rank", "launches"), [(8, {"add_group_lora": 4}), (FUSED_RANK, {"group_lora_inner": 4})])
 def test_adapters_add_no_pass_over_gathered_rows(rank: int, launches: dict[str, int]) -> None:
     """With a frozen base: one launch for each GEMM, two small products for gradients, and rows that are read through their maps."""
-    with _Operators() as operators:
+    with OperatorCalls() as operators:
         ours(case(rank), draw(T, D, seed=20), "mxfp8_wgrad_with_hp", freeze=True)
-    calls = operators.calls
+    calls = operators.counts
     assert {name: count for name, count in calls.items() if "lora" in name} == launches
     assert calls["grouped_wgrad_hp"] == 4
     assert calls["grouped_mm_hp"] == 1, "h times a2, which forward does not keep"
@@ -179,10 +166,10 @@ def test_a_gemm_adds_the_bias_unless_it_adds_an_adapter(rank: int, passes: int) 
     given, (experts, scores), biases = case(rank), routing(), (draw(L, 2 * H, seed=30), draw(L, D, seed=31))
     lora, made = ExpertLora(*(given[name] for name in ("a1", "b1", "a2", "b2"))), []
     for recipe in ("mxfp8_wgrad_with_hp", "hp"):
-        with _Operators() as operators:
+        with OperatorCalls() as operators:
             weights = given["w1"], biases[0], given["w2"], biases[1]
             made.append(mxep.fused_experts(given["x"], experts, scores, *weights, L, group="", recipe=recipe, lora=lora))
-        assert operators.calls["add_group_bias"] == (2 if recipe == "hp" else passes)
+        assert operators.counts["add_group_bias"] == (2 if recipe == "hp" else passes)
     assert sqnr(made[1], made[0]) > 24
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from tests.truth import saved_tensors
 
 import mxep
 from mxep.moe import router
@@ -25,8 +25,7 @@ def test_gradients_of_the_float32_product(dtype: torch.dtype, in_parts: bool, mo
     leaves = [tokens.clone().requires_grad_(), weight.to(dtype).requires_grad_()]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = torch.autograd.grad(exact[0] @ exact[1].T, exact, d_logits.double())
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saved_tensors() as kept:
         logits = RouterProduct.apply(*leaves)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact[0] @ exact[1].T, rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.ops.replay_on_host import (
     CALLS,
     DOUBLE,
@@ -296,13 +297,7 @@ def test_calls_run_directly_if_gradients_modes_or_profilers_are_active(watched: 
         with torch.enable_grad():
             replayed(function, "options", torch.ones(4))
     elif watched == "mode":
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-                return func(*args, **(kwargs or {}))
-
-        with Mode():
+        with OperatorCalls():
             replayed(function, "options", torch.ones(4))
     elif watched == "function mode":
         from torch.overrides import BaseTorchFunctionMode

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
 from tests.truth import sqnr
 from tests.user_experts import CallingExperts
@@ -18,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mxep.moe import MoE, MoEConfig, fuse_layers
@@ -252,29 +252,16 @@ def test_the_experts_bias_stays_out_of_mixed_precision(fused: bool, one_rank: No
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
 
 
-class Divisions(TorchDispatchMode):
-    """Counts divisions of whole gradients."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()
-        self.least, self.count = least, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.div and args[0].numel() >= self.least:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_one_rank_divides_no_gradient(one_rank: None) -> None:
     """Experts have a mesh of one rank wherever EP spans all of them; a division by 1.0 would copy all of their gradients."""
     net, meshes = Net("hp"), build_meshes(1, 1, "cpu")
     for layer in net.layers:
         parallelize_moe(layer, meshes.ep)
     apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
-    loss = objective(net, batches(1, 1)[0][0], 37)
-    with Divisions(3 * E * D * 96) as divisions:
+    loss, least = objective(net, batches(1, 1)[0][0], 37), 3 * E * D * 96
+    with OperatorCalls(lambda function, args, _: function.overloadpacket is torch.ops.aten.div and args[0].numel() >= least) as divisions:
         loss.backward()
-    assert divisions.count == 0
+    assert divisions.names == []
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.layers[0].experts.parameters() if p is not None)
 
 
@@ -479,16 +466,6 @@ def test_frozen_experts_stay_out_of_fsdp() -> None:
     run_ranks(frozen_experts_stay_out, 1)
 
 
-class Gathers(TorchDispatchMode):
-    """Counts what ranks gather."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.count += func is torch.ops.c10d._allgather_base_.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_forwards_of_one_evaluation_gather_once() -> None:
     """As with a pipeline's microbatches; afterwards no parameter stays gathered."""
     run_ranks(gathers_of_evaluations, 2)
@@ -505,11 +482,11 @@ def gathers_of_evaluations(rank: int, world: int) -> None:
         net(x)  # sets up
 
     def gathers(together: bool) -> int:
-        with Gathers() as found, torch.no_grad(), reshard_once([net]) if together else contextlib.nullcontext():
+        with OperatorCalls() as calls, torch.no_grad(), reshard_once([net]) if together else contextlib.nullcontext():
             for _ in range(3):
                 net(x)
         assert [*map(id, net.parameters())] == held
-        return found.count
+        return calls.names.count("c10d._allgather_base_.default")
 
     apart, once = gathers(False), gathers(True)
     assert apart == 3 * once > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -113,23 +115,28 @@ def check_style(mesh, dtype: torch.dtype, kind: str, recompute: bool, seed: int)
     assert layer["experts"]._ep_dispatched is None
 
 
+def step(call: Callable[[Tensor, Tensor], Tensor], layer: nn.Module, case: Case, rank: int) -> list[Tensor]:
+    """Output and gradients of this rank's rows and experts; `call` runs the layer."""
+    x = case.rows[rank].clone().requires_grad_()
+    y = call(x, case.counts[rank])
+    y.backward(case.grads[rank])
+    return [y.detach(), x.grad, *(p.grad.to_local() for p in layer.parameters())]
+
+
 def check_shared_style(mesh) -> None:
     """Two modules in a row, one style object, with and without recomputation over both."""
     rank = mesh.get_local_rank()
     case = make_case("random", mesh.size(), torch.bfloat16, 11)
-    counts, results = case.counts[rank], []
+    results = []
     for recompute in (False, True):
         net = nn.Sequential(CallingExperts(D, H, E, seed=1), CallingExperts(D, H, E, seed=2)).bfloat16()
         style = MXFP8ExpertParallel()
         parallelize_module(net, mesh, {"0": style, "1": style})
-        x = case.rows[rank].clone().requires_grad_()
 
-        def both(rows: Tensor, net: nn.Module = net) -> Tensor:
+        def both(rows: Tensor, counts: Tensor, net: nn.Module = net) -> Tensor:
             return net[1](net[0](rows, counts), counts)
 
-        y = checkpoint(both, x, use_reentrant=False) if recompute else both(x)
-        y.backward(case.grads[rank])
-        results.append([y.detach(), x.grad, *(p.grad.to_local() for p in net.parameters())])
+        results.append(step(partial(checkpoint, both, use_reentrant=False) if recompute else both, net, case, rank))
     for once, again in zip(*results, strict=True):
         assert torch.equal(once, again)
 
@@ -144,9 +151,7 @@ def check_converted(mesh) -> None:
         if kind is TitanExperts:
             convert_experts(layer, "experts", MXFP8)
         apply_mxfp8_expert_parallel(layer, mesh)
-        x = case.rows[rank].clone().requires_grad_()
-        layer["experts"](x, case.counts[rank]).backward(case.grads[rank])
-        results.append([x.grad, *(p.grad.to_local() for p in layer["experts"].parameters())])
+        results.append(step(layer["experts"], layer, case, rank))
     for called, converted in zip(*results, strict=True):
         assert torch.equal(called, converted)
 
@@ -158,10 +163,7 @@ def check_recipe_of_converted_experts(mesh) -> None:
 
     def results(layer: nn.ModuleDict) -> list[Tensor]:
         layer.zero_grad()
-        x = case.rows[rank].clone().requires_grad_()
-        y = layer["experts"](x, case.counts[rank])
-        y.backward(case.grads[rank])
-        return [y.detach(), x.grad, *(p.grad.to_local() for p in layer["experts"].parameters())]
+        return step(layer["experts"], layer, case, rank)
 
     following = apply_mxfp8_expert_parallel(nn.ModuleDict({"experts": TitanExperts(D, H, E)}).bfloat16(), mesh)
     found = {}
@@ -197,11 +199,7 @@ def check_compiled(mesh) -> None:
         layer = Scaled(TitanExperts(D, H, E)).bfloat16()
         convert_experts(layer, "experts", MXFP8)
         apply_mxfp8_expert_parallel(layer, mesh)
-        run = torch.compile(layer, backend="aot_eager") if compiled else layer
-        x = case.rows[rank].clone().requires_grad_()
-        y = run(x, case.counts[rank])
-        y.backward(case.grads[rank])
-        results.append([y.detach(), x.grad, *(p.grad.to_local() for p in layer.parameters())])
+        results.append(step(torch.compile(layer, backend="aot_eager") if compiled else layer, layer, case, rank))
     for eager, graph in zip(*results, strict=True):
         assert torch.equal(eager, graph)
 

@@ -11,11 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.parallel.test_data_parallel import CONFIG, Net, batches, objective
 from tests.ranks import run_ranks
+from tests.truth import saved_tensors
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.moe import Experts, FusedMoE, RuntimeEPConfig, fuse_layers
 from mxep.parallel import Meshes, apply_fsdp, build_meshes, cache_quantized_weights, data_parallel, parallelize_moe
@@ -100,20 +101,6 @@ def meshes(one_rank: None) -> Meshes:
     return build_meshes(1, 1, "cpu")
 
 
-class WeightSizedResults(TorchDispatchMode):
-    """Records the operators that return tensors of a weight's shape."""
-
-    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.shapes, self.seen = shapes, list[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and not func.is_view and isinstance(out, Tensor) and tuple(out.shape) in self.shapes:
-            self.seen.append(func.overloadpacket.__name__)
-        return out
-
-
 def weights_of(net: Net) -> list[Tensor]:
     return [p.to_local().detach() for layer in net.layers for p in layer.experts.parameters()]
 
@@ -124,11 +111,16 @@ def test_a_step_casts_weights_and_copies_nothing(kind: str, recipe: str, casts: 
     """Each weight is cast once in forward and once in backward; its gradient only where torch's GEMM makes it in bf16."""
     net = build(meshes, recipe, kind)
     weights = weights_of(net)
-    with WeightSizedResults({tuple(w.shape) for w in weights}) as results:
+    shapes = {tuple(w.shape) for w in weights}
+
+    def makes_a_tensor_of_a_weights_shape(function: Any, args: Any, made: Any) -> bool:
+        return function.namespace == "aten" and not function.is_view and isinstance(made, Tensor) and tuple(made.shape) in shapes
+
+    with OperatorCalls(makes_a_tensor_of_a_weights_shape) as results:
         loss = objective(net, tokens_of_rank(net, 0, 1)[0], 37)
-        forward = results.seen.copy()
+        forward = results.short_names()
         loss.backward()
-    made = [name for name in results.seen if name not in ("empty", "empty_like", "zeros", "mm", "stack")]
+    made = [name for name in results.short_names() if name not in ("empty", "empty_like", "zeros", "mm", "stack")]
     assert forward.count("_to_copy") == len(weights)
     assert made.count("_to_copy") == casts * len(weights), made
     assert not {"copy_", "clone"} & set(made), made
@@ -140,8 +132,7 @@ def test_backward_keeps_the_weights_themselves(kind: str, recipe: str, meshes: M
     net = build(meshes, recipe, kind)
     weights = weights_of(net)
     shapes, own = {tuple(sorted(w.shape)) for w in weights}, {w.data_ptr() for w in weights}
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+    with saved_tensors() as kept:
         objective(net, tokens_of_rank(net, 0, 1)[0], 37)
     found = [t for t in kept if tuple(sorted(t.shape)) in shapes]
     assert {t.data_ptr() for t in found} == own

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.ranks import run_ranks
+from tests.spies import spy_on
 from tests.truth import raises_naming, sqnr
 from tests.user_experts import PublicExperts
 from torch import Tensor, nn
@@ -137,19 +138,17 @@ def test_experts_that_call_torch() -> None:
 def test_the_form_of_dgrad_is_kept_if_asked_for(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = block(fused=True)
     mxep.quantize_base(model, "experts", keep_dgrad_form=keep)
-    made = []
-    quantise = direct.quantize_columnwise
-    monkeypatch.setattr(direct, "quantize_columnwise", lambda *args: (made.append(args[0].shape), quantise(*args))[1])
+    quantise = spy_on(monkeypatch, direct, "quantize_columnwise")
     first = run(model)
-    assert len(made) == 2, "of gate and up together, and of down"
+    assert quantise.call_count == 2, "of gate and up together, and of down"
     second = run(model)
-    assert len(made) == (2 if keep else 4)
+    assert quantise.call_count == (2 if keep else 4)
     for got, want in zip(second, first, strict=True):
         assert torch.equal(got, want)
     with torch.no_grad():
         model.moe.experts.w2.copy_(-model.moe.experts.w2.dequantize())
     changed = run(model)
-    assert len(made) == (3 if keep else 6), "a weight that was written is quantised again"
+    assert quantise.call_count == (3 if keep else 6), "a weight that was written is quantised again"
     assert not torch.equal(changed[1], first[1])
 
 

@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from tests.test_blocks import Block, Count, D
+from tests.operator_calls import OperatorCalls
+from tests.test_blocks import Block, D
 from tests.truth import assert_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -65,10 +66,10 @@ def step(block: nn.Module) -> tuple[list[Tensor], Counter[str], Counter[tuple[in
         forms.update((weights._parts[0].shape[1], name) for name in names)
         return make(weights, names)
 
-    with pytest.MonkeyPatch.context() as patch, Count() as count:
+    with pytest.MonkeyPatch.context() as patch, OperatorCalls() as calls:
         patch.setattr(Weights, "_make", noted)
         block(x).square().sum().backward()
-    return [x.grad, *(p.grad for p in block.parameters())], count.calls, forms  # type: ignore[list-item]
+    return [x.grad, *(p.grad for p in block.parameters())], calls.counts, forms  # type: ignore[list-item]
 
 
 def again(mode: Recompute, kind: type[Block] = Block, runtime: RuntimeEPConfig | None = RUNTIMES["as it is"]) -> tuple[Counter, Counter]:
@@ -114,9 +115,9 @@ def test_experts_alone() -> None:
         experts.init_weights(0.1)
         recompute_blocks([experts], mode)
         x, counts = torch.randn(128, D).requires_grad_(), torch.tensor([32, 0, 64, 32])
-        with Count() as count:
+        with OperatorCalls() as calls:
             experts(x, counts).square().sum().backward()
-        runs.append(([x.grad, *(parameter.grad for parameter in experts.parameters())], count.calls))
+        runs.append(([x.grad, *(parameter.grad for parameter in experts.parameters())], calls.counts))
     (want, plain), (found, calls) = runs
     for a, b in zip(found, want, strict=True):
         assert_same(a, b)
@@ -181,9 +182,9 @@ def test_given_choices() -> None:
         return fused_experts(x, choices, scores, w1, None, w2, None, 4, group="")
 
     def grads(run: object, *args: object, **options: object) -> tuple[tuple[Tensor, ...], int]:
-        with Count() as count:
+        with OperatorCalls() as calls:
             found = torch.autograd.grad(run(*args, **options).square().sum(), leaves)  # type: ignore[operator]
-        return found, count.calls["grouped_mm_mx"]
+        return found, calls.counts["grouped_mm_mx"]
 
     for function, more in ((layer, 1), (lambda *inputs: layer(*inputs).sin(), 2)):
         (want, plain), (found, twice) = grads(function, *leaves), grads(checkpoint, function, *leaves, use_reentrant=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import subprocess
 import tarfile
 import tokenize
@@ -19,6 +20,8 @@ from collections import Counter
 from pathlib import Path, PurePosixPath
 
 CUDA = (".cu", ".cuh")
+# A comment, or a string, in which there may be what looks like one.
+COMMENT_OR_STRING = re.compile(r"""//[^\n]*|/\*.*?\*/|(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""", re.DOTALL)
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 
 
@@ -46,36 +49,8 @@ def cuda_lines(source: str) -> int:
     >>> cuda_lines('// comment\\n/* two\\n   lines */ int a;\\n\\nconst char* b = "//";  // text\\n')
     2
     """
-    lines = 0
-    in_comment = False
-    for line in source.splitlines():
-        code, in_comment = _without_comments(line, in_comment)
-        lines += bool(code.strip())
-    return lines
-
-
-def _without_comments(line: str, in_comment: bool) -> tuple[str, bool]:
-    """The code of one line, and whether a comment goes on in the next one."""
-    code, at, quote = "", 0, ""
-    while at < len(line):
-        pair = line[at : at + 2]
-        if in_comment:
-            in_comment = pair != "*/"
-            at += 1 if in_comment else 2
-        elif quote:
-            code += pair if pair[0] == "\\" else pair[0]
-            quote = "" if pair[0] == quote else quote
-            at += 2 if pair[0] == "\\" else 1
-        elif pair == "//":
-            break
-        elif pair == "/*":
-            in_comment = True
-            at += 2
-        else:
-            quote = pair[0] if pair[0] in "\"'" else ""
-            code += pair[0]
-            at += 1
-    return code, in_comment
+    code = COMMENT_OR_STRING.sub(lambda found: found["string"] or "\n" * found[0].count("\n"), source)
+    return sum(bool(line.strip()) for line in code.splitlines())
 
 
 def count(files: dict[str, str]) -> Counter[str]:

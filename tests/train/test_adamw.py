@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torchao.optim
 from tests.adamw_cases import KINDS, SHAPES, gradients_of, optimizer_of, parameters_of, stepped
 from tests.ranks import run_ranks
+from tests.spies import spy_on
 from tests.steps import done, same, state_of, trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,13 +90,7 @@ def test_float32_is_torchs_fused_step(grad_scale: float | None) -> None:
 @pytest.mark.parametrize("grad_scale", [None, 3.0])
 def test_float32_is_one_call_for_each_group(grad_scale: float | None, found_inf: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit the step of each parameter on its own, also of gradients that are transposed or not there and of empty shards."""
-    fused, counts, ends = torch._fused_adamw_, [], []
-
-    def counted(parameters: list[torch.Tensor], *rest: Any, **options: Any) -> None:
-        counts.append(len(parameters))
-        fused(parameters, *rest, **options)
-
-    monkeypatch.setattr(torch, "_fused_adamw_", counted)
+    fused, ends = spy_on(monkeypatch, torch, "_fused_adamw_"), []
     for together in (True, False):
         torch.manual_seed(0)
         made = [(f"{size}", nn.Parameter(torch.randn(size, 7))) for size in (0, *range(1, 40))]
@@ -108,8 +103,9 @@ def test_float32_is_one_call_for_each_group(grad_scale: float | None, found_inf:
                 parameter.grad = torch.randn(7, len(parameter)).t()
             if together:
                 optimizer.step()
+                counts = [len(call.args[0]) for call in fused.call_args_list]
                 assert counts == [18, 19], "of 20 each, one without a gradient in both groups, an empty one in the first"
-                counts.clear()
+                fused.reset_mock()
                 continue
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
 from tests.steps import done, same, state_of, steps_of, trainer
 from tests.truth import raises_naming
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxep.models.loss import IGNORE
 from mxep.parallel import apply_ddp, build_meshes
@@ -63,18 +63,6 @@ def test_steps_are_those_after_backward(tmp_path: Path, text: str, world: int, o
     run_ranks(steps_alike, world, str(tmp_path), text, options)
 
 
-class Operators(TorchDispatchMode):
-    """Names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 def test_the_update_measures_its_gradient(tmp_path: Path, text: str, one_rank: None) -> None:
     """No operator but the update for a parameter with quantised moments: no norm, no copy of a gradient, no scalar of its own."""
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=2, evaluate=False, **IN_BACKWARD, **LOW_MEMORY)
@@ -83,7 +71,7 @@ def test_the_update_measures_its_gradient(tmp_path: Path, text: str, one_rank: N
     run.in_backward.decide(torch.ones(()))
     run.in_backward.norm()
     parameters = list(run.model.parameters())
-    with Operators() as seen:
+    with OperatorCalls() as seen:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
             seen.names.clear()

@@ -219,13 +219,13 @@ class SymmetricTransport:
         return self._open(False, facts, sizes, metadata, in_graphs, revise)[0]
 
     def open_each(
-        self, facts: Sequence[int], sizes: Sequence[int], metadata: Sequence[int], in_graphs: bool = False, revise: _Revise | None = None
+        self, facts: Sequence[int], sizes: Sequence[int], metadata: Sequence[int], revise: _Revise | None = None
     ) -> list[Exchange]:
-        """Open an exchange of one buffer for each of these sizes, with one host rendezvous; arguments and errors as of `open`.
+        """Open an exchange of one buffer for each of these sizes, with one host rendezvous; arguments and errors as of `open` `in_graphs`.
 
         They put in this order, each before any other exchange of the group.
         """
-        return self._open(True, facts, sizes, metadata, in_graphs, revise)
+        return self._open(True, facts, sizes, metadata, True, revise)
 
     def _open(
         self, each: bool, facts: Sequence[int], sizes: Sequence[int], metadata: Sequence[int], in_graphs: bool, revise: _Revise | None

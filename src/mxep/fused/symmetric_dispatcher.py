@@ -420,7 +420,7 @@ def plan(
         return None if len(set(counts)) == 1 else sizes(max(counts))
 
     # The guess: all ranks have as many tokens as this one.
-    opened = transport.open_each((_PLAN,), sizes(T), [*spec.numbers, T], in_graphs=True, revise=revise)
+    opened = transport.open_each((_PLAN,), sizes(T), [*spec.numbers, T], revise=revise)
     most = max(counts)
     layout = _Layout(T, L, spec.alignment, round_up(sum(counts) * per_token + L * spec.alignment, spec.alignment))
     try:

@@ -292,24 +292,22 @@ def dequantize_rows(rows: RebasedRows) -> torch.Tensor:
     return values * torch.where((rows.scale < 0)[:, None], block_scale, 1.0) * rows.scale.abs()[:, None]
 
 
-def changed_values(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows, row_map: torch.Tensor | None = None) -> torch.Tensor:
+def changed_values(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows) -> torch.Tensor:
     """The number of values that a rebase of (qdata, scale) changed: 0-dim int64 on their device.
 
     For debugging: it makes float32 copies of everything.
     """
-    return _changed(qdata, scale, rows, row_map).sum()
+    return _changed(qdata, scale, rows).sum()
 
 
 def changed_rows(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows) -> torch.Tensor:
     """The number of rows in which a rebase of (qdata, scale) changed a value: 0-dim int64, as `changed_values`."""
-    return _changed(qdata, scale, rows, None).any(-1).sum()
+    return _changed(qdata, scale, rows).any(-1).sum()
 
 
-def _changed(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows, row_map: torch.Tensor | None) -> torch.Tensor:
+def _changed(qdata: torch.Tensor, scale: torch.Tensor, rows: RebasedRows) -> torch.Tensor:
     """(P, D) bool."""
     before, after = dequantize(qdata, scale, torch.float32), dequantize_rows(rows)
-    if row_map is not None:
-        before = torch.where((row_map >= 0)[:, None], before[row_map.clamp(min=0).long()], 0.0)
     return (before != after) & ~before.isnan()
 
 
