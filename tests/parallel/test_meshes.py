@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mxep.parallel import ParallelDims, build_meshes, stages_of
+from mxep.parallel.pipeline_parallel import microbatches_in_flight
 
 
 def meshes_of(world: int, degrees: ParallelDims, rank: int) -> dict[str, list]:
@@ -79,6 +83,20 @@ def test_degrees_that_do_not_fit(degrees: ParallelDims, message: str) -> None:
 def test_degrees_that_cross() -> None:
     with pytest.raises(ValueError, match="neither of ep=3 and tp=2 divides the other"):
         ParallelDims(ep=3, tp=2).shards(6)
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16), (8, 16)])
+def test_microbatches_in_flight_are_those_of_torch(pp: int, microbatches: int) -> None:
+    schedule = object.__new__(ScheduleInterleaved1F1B)
+    schedule.n_local_stages, schedule.pp_group_size, schedule._n_microbatches = 2, pp, microbatches
+    schedule.microbatches_per_round = pp
+    for rank in range(pp):
+        kept, most = Counter[int](), 0
+        for action in filter(None, schedule._calculate_single_rank_operations(rank)):
+            kept[action.stage_index] += 1 if action.computation_type.name == "FORWARD" else -1
+            most = max(most, kept.total())
+        assert not kept.total()
+        assert microbatches_in_flight(rank, pp, "Interleaved1F1B") == math.ceil(most / 2)
 
 
 def test_an_unknown_schedule() -> None:

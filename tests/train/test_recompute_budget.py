@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -23,6 +24,7 @@ from mxep.train.describe import describe_recompute
 from mxep.train.memory import peak_memory, rank_memory, received_bytes
 from mxep.train.recompute_budget import MARGIN, RecomputeChoice, agree_on_recompute, candidates, last_that_fits, recompute_choices
 from mxep.train.resolved_config import resolve
+from mxep.train.trainer import Trainer
 
 MXFP8, DIMS = resolve_recipe(None), ParallelDims(ep=4)
 SMALL = {"model": "dsv3_debug_cpu", "device": "cpu"}
@@ -75,7 +77,7 @@ def test_a_first_product_in_mx_lets_more_layers_keep_theirs() -> None:
 
 def agreed(rank: int, world: int) -> list[RecomputeChoice]:
     """With memory for everything on both ranks, then with little on rank 1."""
-    config, device = TrainConfig(**SMALL, activation_checkpoint="auto", ep=2, batch=4, seq_len=256), torch.device("cuda")
+    config, device = TrainConfig(**SMALL, ep=2, batch=4, seq_len=256), torch.device("cuda")
     settings = resolve(config, "cpu", world)
     meshes, found = build_meshes(world, settings.degrees, "cpu"), []
     for capacities in ([10**12, 10**12], [10**12, 10**6]):
@@ -91,7 +93,7 @@ def test_ranks_agree_on_the_least() -> None:
 
 
 def balanced(rank: int, world: int) -> list[RecomputeChoice]:
-    config = TrainConfig(**SMALL, activation_checkpoint="auto", ep=2, batch=4, seq_len=256)
+    config = TrainConfig(**SMALL, ep=2, batch=4, seq_len=256)
     settings = resolve(config, "cpu", world)
     meshes, device = build_meshes(world, settings.degrees, "cpu"), torch.device("cuda")
     with pytest.MonkeyPatch.context() as patch:
@@ -137,20 +139,20 @@ def test_no_candidate_changes_a_bit(fused: bool, one_rank: None) -> None:
 
 def test_a_run_resumes_with_another_choice(tmp_path: Path, text: str, one_rank: None) -> None:
     """Every start chooses again."""
-    options = {"data": (text,), "steps": 4, "fused_layer": True, "keep_first_product": "mxfp8"}
+    options = {"data": (text,), "steps": 4, "keep_first_product": "mxfp8"}
     full = trainer(0, 1, str(tmp_path), **options, activation_checkpoint="full")
     done(full)
     full.save()
     done(full)
-    resumed = trainer(0, 1, str(tmp_path), **options, resume=True, activation_checkpoint="auto")
-    assert "activation checkpointing auto: on a CPU all layers keep everything" in resumed.describe()
+    resumed = trainer(0, 1, str(tmp_path), **options, resume=True)
+    assert not any("activation checkpointing" in line for line in resumed.describe()), "on a CPU all layers keep everything"
     assert resumed.facts()["recompute"] is None
     done(resumed)
     assert same(state_of(resumed), state_of(full)) == [*state_of(full)]
 
 
 def test_lines_that_a_run_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    every, config = choices(8192, fused_layer=True), TrainConfig(activation_checkpoint="auto")
+    every, config = choices(8192, fused_layer=True), TrainConfig()
     monkeypatch.setattr("mxep.train.describe.total_memory", lambda _: 80 * 10**9)
     (line,) = describe_recompute(config, every[10], torch.device("cuda"))
     assert line.startswith("activation checkpointing auto: of 27 layers 10 keep what their MoE saves, 17 keep their inputs (at most ")
@@ -158,13 +160,31 @@ def test_lines_that_a_run_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {*get_args(Recompute), "auto"} == set(get_args(get_type_hints(TrainConfig)["activation_checkpoint"]))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"activation_checkpoint": "auto", "pp": 2, "pp_schedule": "Interleaved1F1B"}, "auto with --pp-schedule=Interleaved1F1B"),
-        ({"keep_first_product": "mxfp8", "fused_layer": False}, "--keep-first-product=mxfp8 with --no-fused-layer"),
-    ],
-)
-def test_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        resolve(TrainConfig(**SMALL, **options), "cpu", 2)
+def interleaved(rank: int, world: int) -> tuple[RecomputeChoice, list[str], tuple[str, ...]]:
+    """The choice of a rank with two stages of a pipeline, the modes with which its layers were built, and those of all layers."""
+    config = TrainConfig(**SMALL, pp=2, pp_schedule="Interleaved1F1B", batch=4, seq_len=256)
+    settings = resolve(config, "cpu", world)
+    meshes, device = build_meshes(world, settings.degrees, "cpu"), torch.device("cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute_budget, "total_memory", lambda _: 10**12)
+        choice = agree_on_recompute(config, settings, settings.shape, MXFP8, meshes, device)
+    modes, built = (("none", "full"), ("keep_moe", "none"))[rank], list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mxep.train.build.recompute_blocks", lambda layers, mode, **_: built.append(mode))
+        build = Build(MXFP8, recompute=modes, schedule="Interleaved1F1B")
+        stages = build_stages(settings.shape, build, meshes, torch.device("meta"), 0)
+    run = SimpleNamespace(config=config, recompute=choice._replace(modes=modes), meshes=meshes)
+    return choice, built, Trainer._layer_modes(run, {number: len(stage.layers) for number, stage in stages.items()})  # type: ignore[arg-type]
+
+
+def test_a_rank_with_two_stages() -> None:
+    """Of four layers, the first rank has the first and the third."""
+    first, second = run_ranks(interleaved, 2)
+    assert [choice.modes for choice, *_ in (first, second)] == [("none", "none")] * 2
+    assert (first[1], second[1]) == (["none", "full"], ["keep_moe", "none"])
+    assert first[2] == second[2] == ("none", "keep_moe", "full", "none")
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match="--keep-first-product=mxfp8 with --no-fused-layer"):
+        resolve(TrainConfig(**SMALL, keep_first_product="mxfp8", fused_layer=False), "cuda", 2)

@@ -31,6 +31,21 @@ def stages_per_rank(schedule: str) -> int:
     return _STAGES_PER_RANK[schedule]
 
 
+def microbatches_in_flight(pp_rank: int, pp: int, schedule: str) -> int:
+    """The most microbatches whose activations a rank keeps at a time: forward has run, backward has not.
+
+    A microbatch in one of the two equal stages that "Interleaved1F1B" gives to a rank counts as half of one.
+
+    Examples:
+        >>> [microbatches_in_flight(rank, 4, "1F1B") for rank in range(4)]
+        [4, 3, 2, 1]
+        >>> [microbatches_in_flight(rank, 4, "Interleaved1F1B") for rank in range(4)]
+        [6, 5, 4, 3]
+    """
+    stages_left = pp - pp_rank
+    return stages_left if schedule == "1F1B" else stages_left + pp // 2
+
+
 @dataclass(frozen=True)
 class HiddenStates:
     """The tensor that one pipeline stage sends to the next.

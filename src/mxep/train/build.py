@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice, repeat
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ class Build:
         output: recipe of the output projection's loss (`mxep.models.loss.OutputProjection`).
         fused_experts: `mxep.moe.Experts.fused`.  fused_layer: every MoE is a `mxep.FusedMoE`.
         keep_first_product: form in which a `mxep.FusedMoE` keeps gate and up.
-        recompute: see `mxep.parallel.recompute_blocks`; one mode for all layers, or one for each layer of the only stage of a rank.
+        recompute: see `mxep.parallel.recompute_blocks`; one mode for all layers, or one for each layer of a rank's stages in their order.
         compile_backend: of torch.compile; None: no compilation.
         schedule: of the pipeline.
         dtype: of the parameters.
@@ -163,6 +164,7 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
     if shape.num_experts % meshes.ep.size():
         raise ValueError(f"parallelism: the EP degree {meshes.ep.size()} does not divide the {shape.num_experts} experts; choose a divisor")
     stages = {}
+    modes = repeat(build.recompute) if isinstance(build.recompute, str) else iter(build.recompute)
     for stage in stages_of(meshes.pp.get_local_rank(), pp, build.schedule) if pp > 1 else [0]:
         model = build_whole(shape, build)  # before layers are removed, since `build` selects layers by name
         model.keep_stage(stage, pp * stages_per_rank(build.schedule) if pp > 1 else 1)
@@ -171,8 +173,7 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
             parallelize_moe(moe, meshes.ep)
         if build.compile_backend is not None:
             compile_blocks(model.layers.values(), build.compile_backend)
-        modes = (build.recompute,) * len(model.layers) if isinstance(build.recompute, str) else build.recompute
-        for layer, mode in zip(model.layers.values(), modes, strict=True):
+        for layer, mode in zip(model.layers.values(), islice(modes, len(model.layers)), strict=True):
             recompute_blocks([layer], mode, preserve_rng_state=False)  # they draw no random numbers
         if shards:
             # With resharding, a pipeline would gather each layer again for every microbatch.

@@ -247,7 +247,7 @@ class TrainConfig:
     cp: Annotated[int, _also("parallelism.context_parallel_degree")] = 1
     """Only 1: context parallelism is not available."""
     # memory and speed
-    activation_checkpoint: Annotated[Literal["none", "keep_moe", "selective", "full", "auto"], _also("activation_checkpoint.mode")] = "none"
+    activation_checkpoint: Annotated[Literal["none", "keep_moe", "selective", "full", "auto"], _also("activation_checkpoint.mode")] = "auto"
     """What backward recomputes: nothing, all but the MoE layers (keep_moe), cheap operations (selective), whole layers (full), or, layer
     by layer, as little as the GPUs' memory allows (auto; on a CPU nothing)."""
     fused_experts: bool = True

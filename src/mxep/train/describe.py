@@ -26,12 +26,9 @@ _KERNELS = {
 
 
 def describe_recompute(config: TrainConfig, choice: RecomputeChoice | None, device: torch.device) -> list[str]:
-    """A line about what `--activation-checkpoint auto` chose for the layers of this rank; None on a CPU."""
-    if config.activation_checkpoint != "auto":
-        return []
-    chosen = "on a CPU all layers keep everything" if choice is None else choice.in_words(total_memory(device))
+    """A line about what `--activation-checkpoint auto` chose for the layers of this rank; `choice` is None on a CPU and for other modes."""
     of_stage = ", first stage" if config.pp > 1 else ""
-    return [f"activation checkpointing auto{of_stage}: {chosen}"]
+    return [] if choice is None else [f"activation checkpointing auto{of_stage}: {choice.in_words(total_memory(device))}"]
 
 
 def describe_router(shape: ModelConfig, device_type: str) -> str:

@@ -19,7 +19,8 @@ from mxep.models.loss import CHUNK_TOKENS
 from mxep.models.presets import ModelConfig
 from mxep.moe.ffn import runs_fused
 from mxep.moe.init import local_tensor
-from mxep.parallel import Meshes, Recompute, build_meshes
+from mxep.parallel import Meshes, PipelineSchedule, Recompute, build_meshes
+from mxep.parallel.pipeline_parallel import microbatches_in_flight
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Precision, Recipe
 from mxep.shapes import MX_BLOCK, record_bytes, round_up
@@ -116,7 +117,8 @@ def peak_memory(
         ValueError: degrees that fit neither the ranks nor the model.
     """
     found = rank_memory(shape, recipe, dims, ranks, precision)
-    return [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options) for stage, rank in enumerate(found)]
+    in_flight = [microbatches_in_flight(stage, dims.pp, "1F1B") for stage in range(dims.pp)]
+    return [stage_peak(rank, shape, recipe, dims, tokens, count, **options) for rank, count in zip(found, in_flight, strict=True)]
 
 
 def ranks_that_fit(
@@ -273,9 +275,15 @@ def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int,
         dist.destroy_process_group()
 
 
-def memory_of_rank(shape: ModelConfig, recipe: Recipe, meshes: Meshes, precision: StatePrecision = _FLOAT32_STATE) -> RankMemory:
+def memory_of_rank(
+    shape: ModelConfig,
+    recipe: Recipe,
+    meshes: Meshes,
+    precision: StatePrecision = _FLOAT32_STATE,
+    schedule: PipelineSchedule = "1F1B",
+) -> RankMemory:
     """The `RankMemory` of this process' rank; its stages are built on the meta device."""
-    stages = build_stages(shape, Build(recipe), meshes, torch.device("meta"), seed=0)
+    stages = build_stages(shape, Build(recipe, schedule=schedule), meshes, torch.device("meta"), seed=0)
     parameters = {name: p for model in stages.values() for name, p in model.named_parameters()}
     degrees, count, moments = meshes.degrees, 0, 0
     whole: dict[str, dict[bool, int]] = {}  # gathered values by layer ("": outside of layers), then: of routed experts?

@@ -24,6 +24,7 @@ from mxep.comm.collective import gather_objects
 from mxep.device import total_memory
 from mxep.models.presets import ModelConfig
 from mxep.parallel import Meshes, Recompute
+from mxep.parallel.pipeline_parallel import microbatches_in_flight
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.build import state_precision
@@ -112,10 +113,11 @@ def agree_on_recompute(
     options: dict[str, Any] = {name: getattr(config, name) for name in PEAK_OPTIONS}
     linears = linear_recipe(config)
     options["mx_linears"] = linears is not None and linears.wgrad == "mx" and config.linear_fqns != ""
-    rank = memory_of_rank(shape, recipe, meshes, state_precision(config))
+    rank = memory_of_rank(shape, recipe, meshes, state_precision(config), config.pp_schedule)
     # Experts GEMM by GEMM, and experts that are not converted, keep what they keep in high precision.
     as_one = (config.fused_layer or config.fused_experts) and config.mx_fqns == TrainConfig.mx_fqns
     recipe = recipe if as_one else resolve_recipe("hp")
-    choices = recompute_choices(rank, shape, recipe, dims, settings.forward_tokens, dims.pp - stage, config.force_balance, **options)
+    in_flight = microbatches_in_flight(stage, dims.pp, config.pp_schedule)
+    choices = recompute_choices(rank, shape, recipe, dims, settings.forward_tokens, in_flight, config.force_balance, **options)
     found = gather_objects((stage, last_that_fits(choices, total_memory(device))))
     return choices[min(number for of, number in found if of == stage)]

@@ -188,11 +188,6 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         raise ValueError("--keep-first-product=mxfp8 with --no-fused-layer, whose separate blocks keep it as it is; leave one of them out")
     if not config.assistant_only_loss and not config.chat:
         raise ValueError("--no-assistant-only-loss without --chat, where every token is trained on; leave it out, or add --chat")
-    if config.activation_checkpoint == "auto" and config.pp > 1 and config.pp_schedule != "1F1B":
-        raise ValueError(
-            f"--activation-checkpoint=auto with --pp-schedule={config.pp_schedule}, whose microbatches in flight the estimate of memory "
-            "does not count; choose 1F1B or another mode"
-        )
     if config.optimizer_in_backward:
         for name, value, wanted in (("max-grad-norm", config.max_grad_norm, 0), ("accumulate", config.accumulate, 1), ("pp", config.pp, 1)):
             if value != wanted:

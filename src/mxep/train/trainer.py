@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,8 @@ class Trainer:
         if config.activation_checkpoint == "auto" and ranks.device.type != "cpu":
             self.recompute = agree_on_recompute(config, s, self.shape, self.recipe, self.meshes, ranks.device)
             build = dataclasses.replace(build, recompute=self.recompute.modes)
-        self.layer_modes = self._layer_modes()
         stages = build_stages(self.shape, build, self.meshes, ranks.device, config.seed)
+        self.layer_modes = self._layer_modes({number: len(stage.layers) for number, stage in stages.items()})
         self.model = merge_stages(stages)
         shape = (s.batch, s.seq_len)
         self.microbatches = MicrobatchRunner(
@@ -168,16 +169,21 @@ class Trainer:
         if config.checkpoint:
             self.writer.prepare(self._tensors())
 
-    def _layer_modes(self) -> Recompute | tuple[Recompute, ...]:
-        """What backward recomputes: one mode for all layers, or one for each layer of the whole model."""
+    def _layer_modes(self, layers: Mapping[int, int]) -> Recompute | tuple[Recompute, ...]:
+        """What backward recomputes: one mode for all layers, or one for each layer of the whole model.
+
+        `layers`: how many this rank's stages have, by number of the stage.
+        """
         mode = self.config.activation_checkpoint
         if mode != "auto":
             return mode
         if self.recompute is None:
             return "none"
-        mine = self.recompute.modes
-        stages = gather_objects(mine, self.meshes.pp.get_group()) if self.config.pp > 1 else [mine]
-        return tuple(mode for modes in stages for mode in modes)
+        modes = iter(self.recompute.modes)
+        mine = {stage: [*islice(modes, count)] for stage, count in layers.items()}
+        of_ranks = gather_objects(mine, self.meshes.pp.get_group()) if self.config.pp > 1 else [mine]
+        found = {stage: modes for of_rank in of_ranks for stage, modes in of_rank.items()}
+        return tuple(mode for stage in sorted(found) for mode in found[stage])
 
     def _load_corpus(self) -> Corpus:
         """The corpus; raises ValueError if ranks read different text, since machines may have different files."""
