@@ -57,7 +57,7 @@ def test_steps_with_documents_masked(tmp_path: Path, one_rank: None, monkeypatch
 
 
 def test_the_line_of_a_step_is_printed_if_the_next_one_fails(tmp_path: Path, text: str, one_rank: None) -> None:
-    """Also of one that was skipped."""
+    """Also of one that was skipped. torch's error about memory gets a line that says what to do."""
     failing = {"evaluate": False, "checkpoint": False, "data": (text,), "steps": 6}
     for name, bad, told, skipped in (("fails", None, [1, 2, 3], []), ("both", 3, [1, 2], [3])):
         run = trainer(0, 1, str(tmp_path / name), **failing)
@@ -66,13 +66,15 @@ def test_the_line_of_a_step_is_printed_if_the_next_one_fails(tmp_path: Path, tex
         def counted(*arguments: object, norm=norm, calls=calls, bad=bad) -> torch.Tensor:  # type: ignore[no-untyped-def]
             call = next(calls)
             if call == 4:
-                raise RuntimeError("no more")
+                raise torch.OutOfMemoryError("no more")
             return norm(*arguments) * (math.nan if call == bad else 1.0)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mxep.train.trainer, "gradient_norm", counted)
-            with pytest.raises(RuntimeError, match="no more"):
+            with pytest.raises(torch.OutOfMemoryError, match="no more") as caught:
                 run.train()
+        (note,) = caught.value.__notes__
+        assert "give --activation-checkpoint full, a smaller --batch or more GPUs" in note
         assert steps_of(tmp_path / name) == told
         records = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [record["step"] for record in records if record["kind"] == "skipped_step"] == skipped

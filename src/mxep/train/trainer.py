@@ -78,6 +78,12 @@ from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, check_capturable, copy_to_host
 
 
+_OUT_OF_MEMORY = (
+    "mxep train: a step needs more memory than this GPU has; give --activation-checkpoint full, a smaller --batch or more GPUs "
+    "(`mxep explain` estimates what a run needs, docs/troubleshooting.md lists what takes memory)"
+)
+
+
 class Trainer:
     """One run on all ranks; every method is called by all of them together.
 
@@ -325,7 +331,9 @@ class Trainer:
                 try:
                     with self.numerics.counting() if counts else nullcontext():
                         launched = self.step()
-                except Exception:
+                except Exception as error:
+                    if isinstance(error, torch.OutOfMemoryError):
+                        error.add_note(_OUT_OF_MEMORY)
                     self._log_finished(pending, log)
                     raise
                 if pending is not None:
