@@ -77,7 +77,6 @@ from mxep.train.run_lock import RunLock
 from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, check_capturable, copy_to_host
 
-
 _OUT_OF_MEMORY = (
     "mxep train: a step needs more memory than this GPU has; give --activation-checkpoint full, a smaller --batch or more GPUs "
     "(`mxep explain` estimates what a run needs, docs/troubleshooting.md lists what takes memory)"
