@@ -26,6 +26,7 @@ from mxep.models.presets import resolve_model
 from mxep.processes import start_of
 from mxep.train.config import TrainConfig
 from mxep.train.option_parser import read_options
+from mxep.train.resolved_config import resolve
 
 
 def event(name: str, start: float, length: float, kind: str = "kernel") -> dict:
@@ -251,12 +252,15 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
     """Options of each arm after the given ones; the baseline's do not depend on those. Without an EP group there is no transport."""
     told: dict[str, list[str]] = {}
     precisions: dict[str, tuple[str | None, str]] = {}
+    kept: dict[str, str] = {}
 
     def run(command: list[str]) -> int:
         config = read_options(command[4:])
         assert config.out is not None
         told[config.out.name] = [config.recipe, str(config.fused_layer), str(config.transport), str(config.cuda_graph)]
         precisions[config.out.name] = (config.linear_recipe, config.output_recipe)
+        kept[config.out.name] = config.keep_first_product
+        resolve(config, "cuda", 2)
         assert (config.steps, config.profile_step) == (30, 30 - training.PROFILED + 1)
         assert (config.evaluate, config.checkpoint, config.profile_host) == (False, False, False)
         config.out.mkdir()
@@ -267,7 +271,8 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
     given = ["--steps=30", "--transport", "symmetric"]
     (tmp_path / "own.toml").write_text('steps = 3\nlinear_recipe = "mxfp8"\noutput_recipe = "mxfp8"\n')
     precise = ["--linear-recipe", "mxfp8", "--output-recipe=mxfp8"], ["--config", str(tmp_path / "own.toml")]
-    for extra in (["--no-fused-layer"], *precise, ["--cuda-graph"]):
+    in_mx = ["--keep-first-product", "mxfp8"]
+    for extra in (["--no-fused-layer"], *precise, in_mx, ["--cuda-graph"]):
         folder = tmp_path / f"{extra[0][2:]}"
         folder.mkdir()
         training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
@@ -276,6 +281,8 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
         elif extra in precise:
             ours = {arm: ("mxfp8",) * 2 for arm in ("mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx")}
             assert precisions == ours | {arm: ("bf16",) * 2 for arm in ("bf16", "bf16, one function")}
+        assert {kept.pop(name) for name in ("bf16, one function", "bf16") if name in kept} == {"hp"}
+        assert {*kept.values()} == {"mxfp8" if extra == in_mx else "hp"}
     assert told == {
         "mxfp8_wgrad_with_hp": ["mxfp8_wgrad_with_hp", "True", "symmetric", "True"],
         "mxfp8_wgrad_with_mx": ["mxfp8_wgrad_with_mx", "True", "symmetric", "True"],

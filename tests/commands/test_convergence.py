@@ -12,7 +12,7 @@ from mxep.bench import markdown_tables, plots
 from mxep.bench.records import RESULTS, range_verdict, read_records, write_beside
 from mxep.cli import main
 from mxep.commands import convergence
-from mxep.commands.convergence import MAX_DIFFERENCE, RunPool, SeedRun, command, curve, log_tail, summarize, train_options
+from mxep.commands.convergence import MAX_DIFFERENCE, ComparisonPlan, RunPool, SeedRun, command, curve, log_tail, summarize, train_options
 from mxep.train.data import text_files
 from mxep.train.data.loader import ByteTokenizer, load_corpus
 from mxep.train.metrics import read_metrics
@@ -187,6 +187,24 @@ def test_bad_options(tmp_path: Path, words: list[str], message: str, capsys: pyt
     assert main(["convergence", "--out", str(tmp_path / "runs"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_older_plan_continues_with_separate_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that began before layers were one function keep their blocks; those that begin later are compared with them."""
+    begun: list[ComparisonPlan] = []
+    monkeypatch.setattr(convergence, "_train", lambda plan, *_: begun.append(plan) or 0)
+    out, given = ["--out", str(tmp_path)], ["--data", __file__, "--lr", "1e-3"]
+    assert command([*out, "--arm", "fused=--fused-layer", "--", *given]) == 0
+    assert command([*out, "--resume"]) == 0
+    path = tmp_path / convergence.PLAN_FILE
+    older = json.loads(path.read_text())
+    del older["fused_layer"]
+    path.write_text(json.dumps(older))
+    assert command([*out, "--resume"]) == 0
+    plan = begun[-1]
+    found = [[read_options([*train_options(each.given, tmp_path), *each.options_of(name)]) for name in plan.recipes] for each in begun]
+    assert [[config.fused_layer for config in configs] for configs in found] == [[True, True], [True, True], [True, False]]
+    assert {config.lr for configs in found for config in configs} == {1e-3}
 
 
 def test_a_file_has_no_options_of_this_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

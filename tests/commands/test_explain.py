@@ -9,6 +9,7 @@ from tests.pages import DOCS
 
 from mxep.cli import main
 from mxep.commands.explain import command, fused_rows, layer_stages
+from mxep.fused import RuntimeEPConfig
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import MODELS
 from mxep.parallel_dims import ParallelDims
@@ -32,6 +33,25 @@ def test_fused_rows_by_hand() -> None:
     """2 ranks, top-2 of 4 experts: 5 of the 6 pairs of experts have one on the other rank. Top-1: a choice is a row in both."""
     assert fused_rows(T=60, E=4, C=2, W=2) == {"rank_dedup": 50, "all_to_all": 60, "all_gather / reduce_scatter": 60}
     assert fused_rows(T=60, E=4, C=1, W=4) == {"rank_dedup": 45, "all_to_all": 45, "all_gather / reduce_scatter": 180}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_bytes_sent_are_those_of_the_layer_that_trains(fused: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the line and in both tables: a token once to each rank, or once for each choice."""
+    model, T = MODELS["dsv3_16b"], 8192
+    sizes = T, model.num_experts, model.top_k, 4
+    runtime = RuntimeEPConfig()
+    assert runtime.dispatch == runtime.combine == "rank_dedup"
+    rows = fused_rows(*sizes)["rank_dedup"] if fused else T * model.top_k * 3 // 4
+    mx, bf16 = (f"{2 * rows * (dispatched + 4096) / 2**20:,.0f}" for dispatched in (2112, 4096))
+    assert command(["--ep", "4", "--tokens", str(T), *([] if fused else ["--no-fused-layer"])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    way = "as one function" if fused else "in separate blocks"
+    assert any(line.startswith(f"sent per layer and step {way}: {mx} MiB, in bf16 {bf16} MiB (") for line in lines)
+    (recipe,) = (line for line in lines if line.strip().startswith("mxfp8_wgrad_with_mx "))
+    assert recipe.split()[4] == mx
+    (degree,) = (line for line in lines if line.split()[:2] == ["4", "16"])
+    assert degree.split()[2] == mx
 
 
 def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,13 @@ def test_compiled_blocks_compute_in_mxfp8(results: dict) -> None:
     assert first_step(results, "compiled") == first_step(results, "converted")
 
 
+def test_experts_that_multiply_in_a_loop(results: dict) -> None:
+    """As torchtitan's do below SM90: blocks replace the grouped GEMM that is not there, one function replaces the whole of the experts."""
+    assert results["gpt-oss"]["error"] is None, results["gpt-oss"]["error"]
+    assert results["gpt-oss"]["loop"]["fused"] == "True"
+    assert "called neither torch._grouped_mm nor" in results["gpt-oss"]["loop"]["blocks"]
+
+
 @pytest.mark.parametrize("where", ["one rank", "two ranks"])
 def test_experts_of_gpt_oss(results: dict, where: str) -> None:
     """Biases, gate and up interleaved, clamped: in high precision the blocks have torchtitan's own bits."""

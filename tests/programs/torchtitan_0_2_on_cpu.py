@@ -156,6 +156,12 @@ def gpt_oss(recipes: list[str], result: dict[str, Any]) -> None:
     """A layer of gpt-oss over both ranks, and on one alone, by each recipe in one function and in blocks."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("ep",))
+    grouped, loop = (gpt_oss_layer(None, MXEP(recipe="hp"), grouped_mm) for grouped_mm in (True, False))
+    result["loop"] = {"fused": str(all(torch.equal(value, loop[name]) for name, value in grouped.items()))}
+    try:
+        gpt_oss_layer(None, MXEP(fused=False), grouped_mm=False)
+    except ValueError as error:
+        result["loop"]["blocks"] = str(error)
     result["dB"] = {}
     for where, of_ranks in (("two ranks", mesh), ("one rank", None)):
         want = gpt_oss_layer(of_ranks, None)
@@ -166,13 +172,13 @@ def gpt_oss(recipes: list[str], result: dict[str, Any]) -> None:
                 result["dB"][f"{recipe} {how} {where}"] = {name: sqnr_db(value, got[name]) for name, value in want.items()}
 
 
-def gpt_oss_layer(mesh: Any, options: MXEP | None) -> dict[str, torch.Tensor]:
-    """Output and gradients of this rank's tokens and experts; without options torchtitan's own."""
+def gpt_oss_layer(mesh: Any, options: MXEP | None, grouped_mm: bool = True) -> dict[str, torch.Tensor]:
+    """Output and gradients of this rank's tokens and experts; without options torchtitan's own. `grouped_mm`: as above SM90."""
     torch.manual_seed(0)
     args = MoEArgs(num_experts=8, num_shared_experts=0, route_norm=True, gate_bias=True, score_before_experts=False, top_k=2)
     holder = torch.nn.Module()
     holder.moe = moe = gpt_oss_moe.GptOssMoE(GptOssModelArgs(moe_args=args, swiglu_limit=2.0), 64, 96)
-    moe.experts.use_grouped_mm = True  # as above SM90
+    moe.experts.use_grouped_mm = grouped_mm
     with torch.no_grad():
         moe.init_weights(0.2, torch.device("cpu"))
     if options is not None:

@@ -379,6 +379,15 @@ def test_an_option_without_effect_is_named(given: dict[str, object], with_effect
     assert not any(name in line for line in describe_mapped(TrainConfig(**given | with_effect)))  # type: ignore[arg-type]
 
 
+def test_what_is_said_about_a_default_names_the_option_that_changes_it() -> None:
+    """--fused-layer is the default, which nobody gives, but for a resumed run of separate blocks."""
+    (line,) = describe_mapped(TrainConfig(fused_experts=False))
+    assert line.endswith("where MoE layers are one function, experts included; give --no-fused-layer for separate blocks")
+    for options, device in (({"keep_first_product": "mxfp8"}, "cpu"), ({"cuda_graph": True}, "cuda")):
+        with pytest.raises(ValueError, match=r"with --no-fused-layer.* give --fused-layer"):
+            resolve(TrainConfig(**options, fused_layer=False), device, 1)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("given", "used", "message"),
     [

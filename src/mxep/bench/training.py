@@ -2,13 +2,14 @@
 
     mxep bench train --record -- --model dsv3_16b --force-balance --seq-len 4096
 
-The options after `--` go to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names the MXFP8 recipes.  Arms in
-bf16 have their linear layers and their output projection in bf16 too.  The baseline is bf16 with separate MoE blocks over
-torch.distributed; with `--fused-layer` there is one more arm, bf16 with each MoE layer as one function, over torch.distributed too.  With
-`--cuda-graph` steps of MXFP8 are CUDA graphs, and those of bf16 are not where they wait for torch.distributed's exchanges: in separate
-blocks, and as one function over several ranks.  A step's time is that of the slowest rank, from the end of the step before to its own, on
-the GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones, which run under torch's profiler: their trace
-shows what takes the time, as a mean of several steps, of which only the first finds the GPU without work.
+The options after `--` go to `mxep train`, which all arms run with the same seed and data; `--recipes A,B` names the MXFP8 recipes.  Arms
+in bf16 have their linear layers, their output projection and what they keep of gate and up in bf16 too.  The baseline is bf16 with
+separate MoE blocks over torch.distributed; without `--no-fused-layer` there is one more arm, bf16 with each MoE layer as one function,
+over torch.distributed too.  With `--cuda-graph` steps of MXFP8 are CUDA graphs, and those of bf16 are not where they wait for
+torch.distributed's exchanges: in separate blocks, and as one function over several ranks.  A step's time is that of the slowest rank, from
+the end of the step before to its own, on the GPU.  The first steps, in which kernels are compiled, do not count, nor do the last ones,
+which run under torch's profiler: their trace shows what takes the time, as a mean of several steps, of which only the first finds the GPU
+without work.
 Nothing is evaluated and no checkpoint is written.  Losses and tokens per second of all steps are drawn as by `mxep train --compare`, and
 kept in the record.
 
@@ -118,6 +119,7 @@ def _train(given: Sequence[str], config: TrainConfig, recipe: str, out: Path) ->
     own = ["--recipe", recipe, "--out", str(out), "--steps", str(last)]
     if recipe == BASELINE:
         own += [word for name in _PRECISIONS if getattr(config, name) is not None for word in (flag_of(name), BASELINE)]
+        own += ["--keep-first-product", "hp"]  # separate blocks refuse the other form
     own += ["--profile-step", str(last - PROFILED + 1), "--profile-steps", str(PROFILED)]
     rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
     status = run_child([sys.executable, "-m", "mxep", "train", *given, *own, *rare])

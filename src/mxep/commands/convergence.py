@@ -147,7 +147,7 @@ def _plan(options: argparse.Namespace) -> ComparisonPlan:
         _check_arm(plan, words, name)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(plan), indent=1) + "\n")
+        path.write_text(json.dumps(asdict(plan) | {"fused_layer": TrainConfig.fused_layer}, indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"--out: {path} cannot be written: {error.strerror}; choose another --out") from error
     return plan
@@ -214,7 +214,8 @@ def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
         raise ValueError("--resume continues the saved runs; leave out --recipes, --arm, --baseline, --seeds and options of `mxep train`")
     try:
         kept = json.loads(path.read_text())
-        return ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), tuple(kept["given"]), dict(kept.get("arms", {})))
+        separate = [] if kept.get("fused_layer") else ["--no-fused-layer"]  # the default of older plans, which some of the runs have
+        return ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), (*separate, *kept["given"]), dict(kept.get("arms", {})))
     except FileNotFoundError as error:
         raise ValueError(f"--resume: nothing to continue in {path.parent} (no {path.name}); leave --resume out") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:

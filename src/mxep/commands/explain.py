@@ -62,7 +62,8 @@ class ExplainConfig:
     against: Literal["hp"] = "hp"
     """Recipe that the bytes sent are compared with: hp, which is bf16."""
     fused_layer: bool = True
-    """Memory of MoE layers that run as one function, as `mxep train` runs them, or of separate blocks (--no-fused-layer)."""
+    """Bytes sent, FLOPs and memory of MoE layers that run as one function, as `mxep train` runs them, or of separate blocks
+    (--no-fused-layer)."""
     keep_first_product: Literal["hp", "mxfp8"] = "hp"
     """Memory with gate and up in MXFP8, as with `mxep train --keep-first-product mxfp8`."""
     cache_weights: bool = False
@@ -103,7 +104,6 @@ def command(argv: Sequence[str]) -> int:
     settings = resolve(TrainConfig(**shared, max_grad_norm=0), "cuda", config.world)  # refuses what `mxep train` refuses
     name, model, recipe = settings.model, settings.choice.shape, resolve_recipe(config.recipe)
     stages = _stages_of(config, model, recipe)
-    plain = _stages_of(config, model, resolve_recipe(config.against))
     linears = _linears(config, model, recipe)
     memory, verdicts = _memory(config, model, recipe, linears)
     total, active = model.parameters()
@@ -114,10 +114,11 @@ def command(argv: Sequence[str]) -> int:
     letters = {"T": config.tokens, "D": D, "H": model.expert_hidden, "E": E, "C": model.top_k, "W": config.ep, "L": E // config.ep}
     for letter, value in letters.items():
         console.print(f"  {letter} {value:>7,}  {LEGEND[letter]}", highlight=False)
-    console.print(_stages_table(f"One MoE layer on one rank, recipe {recipe.name}, balanced routing", stages))
-    sent, plain_sent = _sent(stages), _sent(plain)
+    console.print(_stages_table(f"One MoE layer on one rank, recipe {recipe.name}, balanced routing, in separate blocks", stages))
+    sent, plain_sent = (_sent(config, model, each) for each in (recipe, resolve_recipe(config.against)))
     if plain_sent:
-        console.print(f"sent per layer and step: {sent / _MIB:,.0f} MiB, in bf16 {plain_sent / _MIB:,.0f} MiB ({plain_sent / sent:.2f}x)")
+        how = f"sent per layer and step {'as one function' if config.fused_layer else 'in separate blocks'}"
+        console.print(f"{how}: {sent / _MIB:,.0f} MiB, in bf16 {plain_sent / _MIB:,.0f} MiB ({plain_sent / sent:.2f}x)")
     row = record_bytes(D)
     console.print(f"one dispatched row: {D} e4m3 + {D // MX_BLOCK} e8m0 bytes, {row} padded; in bf16 {D * _BF16} ({D * _BF16 / row:.2f}x)")
     if config.ep > 1:
@@ -227,9 +228,12 @@ def _stages_of(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> lis
     return layer_stages(config.tokens, model.dim, model.expert_hidden, model.num_experts, model.top_k, config.ep, recipe)
 
 
-def _sent(stages: Sequence[LayerStage]) -> int:
-    """Bytes that leave the rank, forward and backward."""
-    return sum(sum(stage.wire_bytes) for stage in stages)
+def _sent(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> int:
+    """Bytes that leave the rank in one layer, forward and backward: as one function in its default mode, or in separate blocks."""
+    if not config.fused_layer:
+        return sum(sum(stage.wire_bytes) for stage in _stages_of(config, model, recipe))
+    rows = fused_rows(config.tokens, model.num_experts, model.top_k, config.ep)["rank_dedup"]
+    return rows * sum(_row_bytes(model.dim, wire) for wire in (recipe.dispatch, "hp", "hp", recipe.combine_backward))
 
 
 def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -300,7 +304,7 @@ def _recipes_table(config: ExplainConfig, model: ModelConfig) -> Table:
     letters = (config.tokens, model.dim, model.expert_hidden, model.num_experts, model.top_k, config.ep)
     for recipe in RECIPES.values():
         layer = model.num_shared_experts, recipe, config.fused_layer, config.keep_first_product
-        sent, kept = _sent(_stages_of(config, model, recipe)), kept_bytes(*letters, *layer)
+        sent, kept = _sent(config, model, recipe), kept_bytes(*letters, *layer)
         table.add_row(recipe.name, recipe.dispatch, recipe.gemm, recipe.wgrad, f"{sent / _MIB:,.0f}", f"{kept / _MIB:,.0f}")
     return table
 
@@ -313,7 +317,7 @@ def _ep_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Tabl
         if degree <= limit and model.num_experts % degree == 0:
             experts = model.num_experts // degree
             weights = 3 * experts * model.dim * model.expert_hidden * _BF16
-            sent = _sent(_stages_of(dataclasses.replace(config, ep=degree), model, recipe))
+            sent = _sent(dataclasses.replace(config, ep=degree), model, recipe)
             table.add_row(str(degree), str(experts), f"{sent / _MIB:,.0f}", f"{weights / _MIB:,.0f}")
     return table
 

@@ -251,7 +251,8 @@ class TrainConfig:
     """What backward recomputes: nothing, all but the MoE layers (keep_moe), cheap operations (selective), whole layers (full), or, layer
     by layer, as little as the GPUs' memory allows (auto; on a CPU nothing)."""
     fused_experts: bool = True
-    """Run experts with MXFP8 GEMMs as one function: half the memory for backward. Activations are quantised without a rounding to bf16."""
+    """With --no-fused-layer, run experts with MXFP8 GEMMs as one function: half the memory for backward. Activations are quantised without
+    a rounding to bf16."""
     fused_layer: bool = True
     """Run each MoE layer as one function, which is faster: a token is sent once to each rank instead of once per expert. Separate blocks
     (--no-fused-layer) round values in other places."""

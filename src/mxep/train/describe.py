@@ -138,4 +138,4 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if not in_mx and linear_recipe(config) is None:
         yield "cache_weights", f"where nothing multiplies in MXFP8 (--recipe {config.recipe})"
     if config.fused_layer:
-        yield "fused_experts", "with --fused-layer, whose experts are always one function"
+        yield "fused_experts", "where MoE layers are one function, experts included; give --no-fused-layer for separate blocks"
