@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mxep.moe import FusedMoE, MoE, MoEConfig
-from mxep.parallel import Recompute, compile_blocks, parallelize_moe, recompute_blocks
+from mxep.parallel import Recompute, apply_mxfp8_expert_parallel, compile_blocks, recompute_blocks
 
 D = 32
 
@@ -64,7 +64,7 @@ def exchanged(mode: str, fused: bool, world: int) -> tuple[list[int], list[int],
     if fused:
         block.moe = FusedMoE.of(block.moe)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    parallelize_moe(block.moe, mesh)
+    apply_mxfp8_expert_parallel(block.moe, mesh)
     block.moe.group = mesh.get_group()
     recompute_blocks([block], mode)  # type: ignore[arg-type]
     x = torch.randn(2, 24, D, generator=torch.Generator().manual_seed(1)).requires_grad_()

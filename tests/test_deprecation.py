@@ -6,6 +6,7 @@ import importlib
 import sys
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 import mxep
 from mxep.deprecation import renamed_attributes, warn_deprecated
@@ -28,11 +29,17 @@ def test_the_warning_names_the_line_of_the_caller() -> None:
     assert caught[0].filename == __file__
 
 
-def test_old_names_of_0_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_names_of_0_1(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(
         DeprecationWarning, match=r"^mxep.parallel.Degrees: deprecated since mxep 0.2, renamed to mxep.parallel.ParallelDims; use"
     ):
         assert mxep.parallel.Degrees is mxep.parallel.ParallelDims
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
+    with pytest.warns(DeprecationWarning, match=r"^mxep.parallel.parallelize_moe: deprecated since mxep 0.3, renamed to") as caught:
+        assert mxep.parallel.parallelize_moe(moe=layer, ep_mesh=mesh) is layer
+    assert caught[0].filename == __file__
+    assert layer.group is mesh.get_group()
     monkeypatch.delitem(sys.modules, "mxep.ep.journey", raising=False)  # warns when it is imported, once in a process
     with pytest.warns(DeprecationWarning, match=r"^mxep.ep.journey: deprecated since mxep 0.2, renamed to mxep.ep.blocks; use that"):
         importlib.import_module("mxep.ep.journey")

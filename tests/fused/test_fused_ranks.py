@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from mxep.moe import FusedMoE, MoE, RuntimeEPConfig, fused_moe
-from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
+from mxep.parallel import apply_fsdp, apply_mxfp8_expert_parallel, build_meshes
 from mxep.recipe import RECIPES
 from mxep.shapes import record_bytes, round_up
 
@@ -53,7 +53,7 @@ def layer(recipe: str, dtype: torch.dtype, kind: str, **changes: Any) -> FusedMo
 def spread(moe: MoE, world: int) -> MoE:
     """Shards its experts over all ranks."""
     mesh = init_device_mesh(torch.get_default_device().type, (world,), mesh_dim_names=("ep",))
-    parallelize_moe(moe, mesh)
+    apply_mxfp8_expert_parallel(moe, mesh)
     moe.group = mesh.get_group()
     return moe
 
@@ -200,7 +200,7 @@ def check_fsdp(rank: int, world: int) -> None:
     spread(alone, world)
     want = gathered(walk(alone, x[rank], dy[rank]), rank)
     meshes = build_meshes(world, world, torch.get_default_device().type)
-    parallelize_moe(sharded, meshes.ep)
+    apply_mxfp8_expert_parallel(sharded, meshes.ep)
     apply_fsdp(sharded, meshes)
     leaf = x[rank].clone().requires_grad_()
     sharded(leaf).backward(dy[rank])

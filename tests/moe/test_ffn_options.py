@@ -25,7 +25,7 @@ from mxep.moe.ffn import expert_ffn
 from mxep.mx import MXTensor, quantize_mx
 from mxep.ops.activation.functions import ACTIVATIONS
 from mxep.ops.grouped_gemm.hopper.rebase_reference import MAX_SPREAD
-from mxep.parallel import build_meshes, convert_experts, parallelize_moe
+from mxep.parallel import apply_mxfp8_expert_parallel, build_meshes, convert_experts
 from mxep.recipe import resolve_recipe
 
 P, D, H, L = 256, 128, 96, 4
@@ -314,7 +314,7 @@ def biased_ranks(rank: int, world: int) -> None:
         for name in NAMES[3:]:
             getattr(moe.experts, name).normal_()
     whole = copy.deepcopy(moe)
-    parallelize_moe(moe, build_meshes(world, world, "cpu").ep)
+    apply_mxfp8_expert_parallel(moe, build_meshes(world, world, "cpu").ep)
     tokens = torch.randn(world, 40, 64)
     y, want = moe(tokens[rank]), whole(tokens.flatten(0, 1)).unflatten(0, (world, 40))
     torch.testing.assert_close(y, want[rank], rtol=1e-4, atol=1e-5)

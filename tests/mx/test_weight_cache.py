@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from mxep.moe import MoE, MoEConfig
 from mxep.mx import weight_cache
 from mxep.mx.weight_cache import WeightCache
-from mxep.parallel import Meshes, apply_fsdp, build_meshes, cache_quantized_weights, parallelize_moe
+from mxep.parallel import Meshes, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, cache_quantized_weights
 from mxep.train.optimizer import build_optimizer
 
 MXFP8 = "mxfp8_wgrad_with_hp"
@@ -32,7 +32,7 @@ class Run:
         self.net.recompute = recompute
         for layer in self.net.layers:
             layer.experts.fused = fused
-            parallelize_moe(layer, meshes.ep)
+            apply_mxfp8_expert_parallel(layer, meshes.ep)
         apply_fsdp(self.net, meshes, reshard_after_forward=reshard)
         self.optimizer = build_optimizer(self.net, 1e-2, 0.1)
         self.cache = cache_quantized_weights(self.net, self.optimizer) if cached else None

@@ -26,7 +26,7 @@ from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig
 from mxep.mx import quantize_mx, weight_cache
 from mxep.mx.weight import MXWeight
 from mxep.mx.weight_cache import WeightCache
-from mxep.parallel import MXLinear, cache_quantized_weights, parallelize_moe
+from mxep.parallel import MXLinear, apply_mxfp8_expert_parallel, cache_quantized_weights
 from mxep.recipe import RECIPES
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -46,7 +46,7 @@ def make(kind: str, layer_class: type[MoE] = MoE) -> tuple[MoE, WeightCache]:
     torch.manual_seed(0)
     moe, mesh = layer_class(CONFIG, MXFP8), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     if kind == "ep":
-        parallelize_moe(moe, mesh)
+        apply_mxfp8_expert_parallel(moe, mesh)
     if kind == "fsdp":
         fully_shard(moe.experts, mesh=mesh)
         fully_shard(moe, mesh=mesh)

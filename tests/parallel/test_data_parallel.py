@@ -30,7 +30,6 @@ from mxep.parallel import (
     apply_fsdp,
     apply_mxfp8_expert_parallel,
     build_meshes,
-    parallelize_moe,
     quantize_base,
 )
 from mxep.parallel.data_parallel import reshard_once
@@ -100,7 +99,7 @@ def fsdp_ranks(rank: int, world: int) -> None:
         net = Net(recipe)
         net.recompute = recompute
         for layer in net.layers:
-            parallelize_moe(layer, meshes.ep)
+            apply_mxfp8_expert_parallel(layer, meshes.ep)
         apply_fsdp(net, meshes, reshard_after_forward=reshard)
         rows = []
         net.layers[0].experts.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(type(inputs[0])))
@@ -129,7 +128,7 @@ def check_fewer_experts_than_ranks(rank: int, world: int) -> None:
     meshes = build_meshes(world, 2, "cpu")
     net, steps = Net("hp", config), batches(world, 1)
     for layer in net.layers:
-        parallelize_moe(layer, meshes.ep)
+        apply_mxfp8_expert_parallel(layer, meshes.ep)
     apply_fsdp(net, meshes)
     assert net.layers[0].experts.w1.to_local().shape == (1, 48, D)
     objective(net, steps[0][rank], sum(map(len, steps[0]))).backward()
@@ -171,7 +170,7 @@ def ddp_ranks(rank: int, world: int) -> None:
         net = Net(recipe)
         meshes = build_meshes(world, world, "cpu")
         for layer in net.layers:
-            parallelize_moe(layer, meshes.ep)
+            apply_mxfp8_expert_parallel(layer, meshes.ep)
         ddp = apply_ddp(net, meshes)
         accumulate(ddp, steps, rank, 1)
         compare(ddp, want[recipe], exact=recipe == "hp")
@@ -210,7 +209,7 @@ def shards_of_other_ranks(rank: int, world: int) -> None:
     for degrees, kind in ((ParallelDims(ep=world), "ep"), (ParallelDims(tp=world), "tp")):
         meshes, net = build_meshes(world, degrees, "cpu"), Net("hp")
         if kind == "ep":
-            parallelize_moe(net.layers[1], alone)
+            apply_mxfp8_expert_parallel(net.layers[1], alone)
         else:
             net.head = parallelize_module(nn.Linear(D, D, bias=False), alone, ColumnShards())
         for apply in (apply_fsdp, apply_ddp) if kind == "ep" else (apply_fsdp,):
@@ -225,7 +224,7 @@ def test_shards_of_other_ranks_than_those_of_the_meshes_are_refused() -> None:
 
 def ddp_refuses(rank: int, world: int) -> None:
     net, meshes = Net("hp"), build_meshes(world, 1, "cpu")
-    parallelize_moe(net.layers[0], meshes.ep)
+    apply_mxfp8_expert_parallel(net.layers[0], meshes.ep)
     with pytest.raises(ValueError, match="use apply_fsdp"):
         apply_ddp(net, meshes)
 
@@ -241,7 +240,7 @@ def test_the_experts_bias_stays_out_of_mixed_precision(fused: bool, one_rank: No
             fuse_layers(net)
         meshes = build_meshes(1, 1, "cpu")
         for layer in net.layers:
-            parallelize_moe(layer, meshes.ep)
+            apply_mxfp8_expert_parallel(layer, meshes.ep)
             layer.expert_bias.copy_(1000 + 2 * torch.arange(E))
         apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
         objective(net, batches(1, 1)[0][0], 37).backward()
@@ -256,7 +255,7 @@ def test_one_rank_divides_no_gradient(one_rank: None) -> None:
     """Experts have a mesh of one rank wherever EP spans all of them; a division by 1.0 would copy all of their gradients."""
     net, meshes = Net("hp"), build_meshes(1, 1, "cpu")
     for layer in net.layers:
-        parallelize_moe(layer, meshes.ep)
+        apply_mxfp8_expert_parallel(layer, meshes.ep)
     apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
     loss, least = objective(net, batches(1, 1)[0][0], 37), 3 * E * D * 96
     with OperatorCalls(lambda function, args, _: function.overloadpacket is torch.ops.aten.div and args[0].numel() >= least) as divisions:
@@ -346,7 +345,7 @@ def other_calls_of_fsdp(rank: int, world: int) -> None:
             meshes = build_meshes(world, 2, "cpu")
             net = Net("hp", MoEConfig(D, 96, E, 3))
             for layer in net.layers:
-                parallelize_moe(layer, meshes.ep)
+                apply_mxfp8_expert_parallel(layer, meshes.ep)
             if fused:
                 fuse_layers(net)
             apply_fsdp(net, meshes, param_dtype=torch.bfloat16, reshard_after_forward=reshard)
@@ -406,7 +405,7 @@ def experts_add_up(rank: int, world: int) -> None:
     for accumulates, least, most in ((True, 0.0, 0.004), (False, 0.005, 1.0)):
         moe = MoE(MoEConfig(D, 96, E, 3), "hp").bfloat16()
         net = nn.Sequential(moe)
-        parallelize_moe(moe, meshes.ep)
+        apply_mxfp8_expert_parallel(moe, meshes.ep)
         apply_fsdp(net, meshes, blocks=[moe], param_dtype=torch.bfloat16, accumulates=accumulates)
         moe.init_weights(0.1, torch.Generator().manual_seed(0))
         generator = torch.Generator().manual_seed(rank)
@@ -455,7 +454,7 @@ def frozen_experts_stay_out(rank: int, world: int) -> None:
     moe = MoE(MoEConfig(D, 96, E, 3), "hp").bfloat16()
     quantize_base(moe.experts)
     net, meshes = nn.Sequential(moe), build_meshes(world, 1, "cpu")
-    parallelize_moe(moe, meshes.ep)
+    apply_mxfp8_expert_parallel(moe, meshes.ep)
     apply_fsdp(net, meshes, blocks=[moe], param_dtype=torch.bfloat16, accumulates=True)
     net(torch.randn(8, D).bfloat16().requires_grad_()).float().sum().backward()
     assert moe.router.gate.weight.grad is not None
@@ -475,7 +474,7 @@ def gathers_of_evaluations(rank: int, world: int) -> None:
     net = Net("hp", MoEConfig(D, 96, E, 3))
     meshes = build_meshes(world, 1, "cpu")
     for layer in net.layers:
-        parallelize_moe(layer, meshes.ep)
+        apply_mxfp8_expert_parallel(layer, meshes.ep)
     apply_fsdp(net, meshes, reshard_after_forward=False)
     held, x = [*map(id, net.parameters())], torch.randn(4, D)
     with torch.no_grad():
@@ -496,7 +495,7 @@ def fewer_experts_than_ranks(rank: int, world: int) -> tuple[dict[str, Tensor], 
     """Gradients of the whole parameters and their norm; each rank has a part of the same 12 tokens."""
     moe, meshes = MoE(MoEConfig(D, 32, 2, 1, expert_biases=True), "hp"), build_meshes(world, 1, "cpu")
     moe.init_weights(0.2, torch.Generator().manual_seed(1))
-    net = apply_fsdp(nn.Sequential(parallelize_moe(moe, meshes.ep)), meshes, blocks=[moe])
+    net = apply_fsdp(nn.Sequential(apply_mxfp8_expert_parallel(moe, meshes.ep)), meshes, blocks=[moe])
     x = torch.randn(12, D, generator=torch.Generator().manual_seed(2))
     net(x.chunk(world)[rank]).square().sum().backward()
     return whole_gradients(dict(net.named_parameters())), float(gradient_norm(net.parameters()))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from mxep.moe import Experts, FusedMoE, RuntimeEPConfig, fuse_layers
-from mxep.parallel import Meshes, apply_fsdp, build_meshes, cache_quantized_weights, data_parallel, parallelize_moe
+from mxep.parallel import Meshes, apply_fsdp, apply_mxfp8_expert_parallel, build_meshes, cache_quantized_weights, data_parallel
 from mxep.train.optimizer import build_optimizer, clip_gradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,7 +35,7 @@ def build(meshes: Meshes, recipe: str, kind: str, reshard: bool = True, by_fsdp:
     if kind == "fused layer":
         fuse_layers(net)
     for layer in net.layers:
-        parallelize_moe(layer, meshes.ep)
+        apply_mxfp8_expert_parallel(layer, meshes.ep)
     with patch.object(data_parallel, "_ROUND_THEIR_PARAMETERS", ()) if by_fsdp else nullcontext():
         apply_fsdp(net, meshes, param_dtype=BF16, reshard_after_forward=reshard)
     assert all(isinstance(layer.experts, FSDPModule) == by_fsdp for layer in net.layers)
@@ -180,7 +180,7 @@ def test_a_layer_fused_after_fsdp(meshes: Meshes) -> None:
         config = dataclasses.replace(CONFIG, router_dtype=router_dtype)
         wrapped = torch.nn.Sequential(torch.nn.Sequential(*Net("hp", config).layers))
         for layer in wrapped[0]:
-            parallelize_moe(layer, meshes.ep)
+            apply_mxfp8_expert_parallel(layer, meshes.ep)
         apply_fsdp(wrapped, meshes, param_dtype=BF16)
         if router_dtype == "fp32":
             with pytest.raises(ValueError, match=r"FusedMoE.of: MoE with FSDPRouter and Experts, want .* fuse before FSDP wraps them"):

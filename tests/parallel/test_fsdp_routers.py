@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxep.fused.layer import FusedMoE
 from mxep.moe import MoE, MoEConfig, fuse_layers
-from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
+from mxep.parallel import apply_fsdp, apply_mxfp8_expert_parallel, build_meshes
 
 
 class OneLayer(nn.Module):
@@ -57,7 +57,7 @@ def routers_in_float32(rank: int, world: int) -> None:
                 if fused:
                     fuse_layers(net)
                 (layer,) = net.layers
-                parallelize_moe(layer, meshes.ep)
+                apply_mxfp8_expert_parallel(layer, meshes.ep)
                 apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
                 for index, step in enumerate(steps):
                     net.set_requires_gradient_sync(index == 1)
@@ -80,7 +80,7 @@ def test_the_gate_is_rounded_where_bf16_was_asked_for(fused: bool, one_rank: Non
         net, meshes = OneLayer(layer_with_near_ties(router_dtype), False), build_meshes(1, 1, "cpu")
         if fused:
             fuse_layers(net)
-        parallelize_moe(net.layers[0], meshes.ep)
+        apply_mxfp8_expert_parallel(net.layers[0], meshes.ep)
         apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
         net(torch.randn(50, D)).sum().backward()
         assert ((net.layers[0].tokens_per_expert == 50).sum() == 3) == ties
@@ -93,7 +93,7 @@ def test_an_evaluation_leaves_no_gate_gathered(fused: bool, one_rank: None) -> N
     if fused:
         fuse_layers(net)
     (layer,) = net.layers
-    parallelize_moe(layer, meshes.ep)
+    apply_mxfp8_expert_parallel(layer, meshes.ep)
     apply_fsdp(net, meshes, param_dtype=torch.bfloat16)
     x, loads = torch.randn(50, D), []
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_an_evaluation_of_a_part_leaves_no_gate_gathered(fused: bool, one_rank: 
         fuse_layers(net)
     part = net[0]
     (layer,) = part.layers
-    parallelize_moe(layer, meshes.ep)
+    apply_mxfp8_expert_parallel(layer, meshes.ep)
     apply_fsdp(net, meshes, blocks=[layer, part], param_dtype=torch.bfloat16)
     x, loads, gate = torch.randn(50, D), [], layer.router.gate.weight
     with torch.no_grad():
@@ -154,7 +154,7 @@ def steps_after_a_forward_without_a_backward(rank: int, world: int) -> list[bool
         torch.manual_seed(1)
         net = nn.Sequential(_Block(), _Block())
         for block in net:
-            parallelize_moe(block.moe, meshes.ep)
+            apply_mxfp8_expert_parallel(block.moe, meshes.ep)
         torch.optim.SGD(net.parameters(), 0.0).step()  # before the first forward, which sets FSDP up
         apply_fsdp(net, meshes, blocks=list(net), param_dtype=torch.bfloat16)
         x, optimizer = torch.randn(16, D).bfloat16(), torch.optim.AdamW(net.parameters(), 0.1, foreach=False)

@@ -20,8 +20,8 @@ from mxep.parallel import (
     SlicedSequence,
     apply_ddp,
     apply_fsdp,
+    apply_mxfp8_expert_parallel,
     build_meshes,
-    parallelize_moe,
 )
 from mxep.recipe import Recipe
 
@@ -71,7 +71,7 @@ class Net(nn.Module):
 
 def shard(net: Net, meshes) -> None:
     for layer in net.layers:
-        parallelize_moe(layer.moe, meshes.ep)
+        apply_mxfp8_expert_parallel(layer.moe, meshes.ep)
         parallelize_module(layer.mixer, meshes.tp, {**REGION, "": GatheredRegion(1)})
         parallelize_module(layer.moe.shared_experts, meshes.tp, {**REGION, "": GatheredRegion(0)})
     parallelize_module(net.embed, meshes.tp, SlicedSequence(1))

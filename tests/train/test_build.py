@@ -28,9 +28,9 @@ from mxep.parallel import (
     ParallelDims,
     Pipeline,
     apply_fsdp,
+    apply_mxfp8_expert_parallel,
     build_meshes,
     convert_linears,
-    parallelize_moe,
     recompute_blocks,
     slice_sequence,
 )
@@ -273,7 +273,7 @@ def gradients_in_bf16(by_fsdp: bool, shape: ModelConfig, recipe: str) -> dict[st
     """Gradients of one rank's bf16 parameters, computed in bf16 as on a GPU."""
     model, meshes = build_whole(shape, Build(resolve_recipe(recipe), fused_layer=True, dtype=torch.bfloat16)), build_meshes(1, 1, "cpu")
     for moe in model.moe_layers() if by_fsdp else ():
-        parallelize_moe(moe, meshes.ep)
+        apply_mxfp8_expert_parallel(moe, meshes.ep)
     recompute_blocks(model.layers.values(), "full")
     if by_fsdp:
         apply_fsdp(model, meshes, param_dtype=torch.bfloat16)

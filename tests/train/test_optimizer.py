@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from mxep.models.deepseek_v3 import DeepSeekV3
 from mxep.models.presets import MODELS
 from mxep.moe import MoE, MoEConfig
-from mxep.parallel import apply_fsdp, build_meshes, parallelize_moe
+from mxep.parallel import apply_fsdp, apply_mxfp8_expert_parallel, build_meshes
 from mxep.recipe import resolve_recipe
 from mxep.train.optimizer import (
     ExpertBiasHook,
@@ -151,7 +151,7 @@ def norm_on_ranks(rank: int, world: int, ep: int) -> tuple[float, float, dict]:
     model = small_model()
     meshes = build_meshes(world, ep, "cpu")
     for moe in model.moe_layers():
-        parallelize_moe(moe, meshes.ep)
+        apply_mxfp8_expert_parallel(moe, meshes.ep)
     apply_fsdp(model, meshes)
     tokens = torch.arange(64).view(2, 32)[rank : rank + 1] if world == 2 else torch.arange(64).view(2, 32)
     hook = ExpertBiasHook(model.moe_layers())

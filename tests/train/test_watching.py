@@ -23,7 +23,7 @@ import mxep.train.rank_launcher
 import mxep.train.step
 import mxep.train.trainer
 from mxep.moe import MoE
-from mxep.parallel import parallelize_moe
+from mxep.parallel import apply_mxfp8_expert_parallel
 from mxep.train.compare import train_both
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks, StopRequest, init_distributed
@@ -70,7 +70,7 @@ def check_layers(world: int, x: Tensor, dy: Tensor | None, top_k: int, recipe: s
     for layer in both(recipe, top_k=top_k):
         if world > 1:
             mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-            parallelize_moe(layer, mesh)
+            apply_mxfp8_expert_parallel(layer, mesh)
             layer.group = mesh.get_group()
         found.append(counted(layer, x, dy))
     blocks, fused = found

@@ -10,7 +10,7 @@ from mxep.parallel import ColumnShards, GatheredRegion, RowShards, SlicedSequenc
 
 
 def apply_tensor_parallel(model: Decoder, tp_mesh: DeviceMesh) -> None:
-    """Shard a model or a pipeline stage over a TP group, in place; before FSDP, before or after `parallelize_moe`.
+    """Shard a model or a pipeline stage over a TP group, in place; before FSDP, before or after `apply_mxfp8_expert_parallel`.
 
     Outside of attention and FFN, a rank has a shard of each sequence: every rank takes the whole tokens (B, S), hidden states are
     (B, S/tp, D), and the caller shards labels in the same way (`mxep.parallel.slice_sequence`).

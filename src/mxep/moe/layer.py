@@ -32,7 +32,7 @@ _REENTRANT = "CheckpointFunctionBackward"  # autograd's node of torch.utils.chec
 class MoE(nn.Module):
     """Router, routed experts, shared experts: (..., D) -> (..., D).
 
-    Without a group it holds all E experts and exchanges nothing; `mxep.parallel.parallelize_moe` shards the experts over an EP group and
+    Without a group it holds all E experts and exchanges nothing; `mxep.apply_mxfp8_expert_parallel` shards the experts over an EP group and
     sets `group`.  `experts.recipe` is the precision of the exchanges as well.
 
     Args:

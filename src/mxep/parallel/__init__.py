@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from mxep.deprecation import renamed_attributes
 from mxep.parallel.conversion import convert_experts
 from mxep.parallel.data_parallel import apply_ddp, apply_fsdp
-from mxep.parallel.expert_parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, parallelize_moe, shard_experts
+from mxep.parallel.expert_parallel import MXFP8ExpertParallel, apply_mxfp8_expert_parallel, shard_experts
+from mxep.parallel.expert_parallel import parallelize_moe as parallelize_moe
 from mxep.parallel.frozen_base import dequantize_base, quantize_base
 from mxep.parallel.linear_gains import linear_gains
 from mxep.parallel.linears import MXLinear, convert_linears
@@ -44,7 +45,6 @@ __all__ = [
     "convert_linears",
     "dequantize_base",
     "linear_gains",
-    "parallelize_moe",
     "quantize_base",
     "recompute_blocks",
     "shard_experts",

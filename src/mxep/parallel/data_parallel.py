@@ -45,7 +45,8 @@ def apply_fsdp(
     prefetches it, and it stays gathered until the end of its backward.
 
     Args:
-        model: experts already sharded by `parallelize_moe` or `MXFP8ExpertParallel`, linear layers by the styles of `parallel.tensor`.
+        model: experts already sharded by `apply_mxfp8_expert_parallel` or `MXFP8ExpertParallel`, linear layers by the styles of
+            `parallel.tensor`.
         meshes: of this rank, as `build_meshes` returns them.
         blocks: modules to gather and free one at a time; None takes `model.layers` when there is one.
         param_dtype: dtype of the gathered parameters and of activations, None = the parameters' own.
@@ -63,7 +64,7 @@ def apply_fsdp(
     Examples:
         >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
         >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
-        >>> model = torch.nn.Sequential(mxep.parallel.parallelize_moe(layer, meshes.ep))
+        >>> model = torch.nn.Sequential(mxep.apply_mxfp8_expert_parallel(layer, meshes.ep))
         >>> model = mxep.parallel.apply_fsdp(model, meshes, blocks=[layer], param_dtype=torch.bfloat16)
         >>> model(torch.randn(16, 64)).dtype
         torch.bfloat16
@@ -246,7 +247,7 @@ def apply_ddp(model: nn.Module, meshes: Meshes) -> DistributedDataParallel:
     An expert's shard is then on one rank, and its gradient there is complete.
 
     Args:
-        model: experts already sharded by `parallelize_moe` or `MXFP8ExpertParallel`.
+        model: experts already sharded by `apply_mxfp8_expert_parallel` or `MXFP8ExpertParallel`.
         meshes: of this rank, as `build_meshes` returns them.
 
     Returns:
@@ -259,7 +260,7 @@ def apply_ddp(model: nn.Module, meshes: Meshes) -> DistributedDataParallel:
     Examples:
         >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(), "cpu")
         >>> model = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
-        >>> model = mxep.parallel.apply_ddp(mxep.parallel.parallelize_moe(model, meshes.ep), meshes)
+        >>> model = mxep.parallel.apply_ddp(mxep.apply_mxfp8_expert_parallel(model, meshes.ep), meshes)
     """
     if meshes.degrees.tp > 1 or meshes.degrees.replicate > 1:
         raise ValueError(f"apply_ddp: tp={meshes.degrees.tp}, replicate={meshes.degrees.replicate}, want 1 of both; use apply_fsdp")

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mxep.checks import check_rows
+from mxep.deprecation import warn_deprecated
 from mxep.ep.blocks import Permuted, combine, dispatch, permute, unpermute
 from mxep.ep.exchange_plan import ExchangePlan
 from mxep.moe import MoE
@@ -174,7 +175,7 @@ def apply_mxfp8_expert_parallel(moe_layer: nn.Module, ep_mesh: DeviceMesh, recip
     """Shard a MoE layer's `experts` over `ep_mesh` and route tokens to them in MXFP8, in place.
 
     Args:
-        moe_layer: a `mxep.MoE`, or any module whose `experts(routed_input, num_tokens_per_expert)` has weights (E, ...).
+        moe_layer: a `mxep.MoE` or `mxep.FusedMoE`, or any module whose `experts(routed_input, num_tokens_per_expert)` has weights (E, ...).
         ep_mesh: 1-D mesh whose size divides E.
         recipe: see `MXFP8ExpertParallel`.
 
@@ -194,7 +195,9 @@ def apply_mxfp8_expert_parallel(moe_layer: nn.Module, ep_mesh: DeviceMesh, recip
     if isinstance(moe_layer, MoE):
         if recipe is not None:
             moe_layer.experts.recipe = recipe  # type: ignore[assignment]
-        return parallelize_moe(moe_layer, ep_mesh)
+        shard_experts(moe_layer.experts, ep_mesh)
+        moe_layer.group = ep_mesh.get_group()
+        return moe_layer
     if not isinstance(getattr(moe_layer, "experts", None), nn.Module):
         got = f"{type(moe_layer).__name__} has no module `experts`"
         raise ValueError(f"apply_mxfp8_expert_parallel: {got}, want one with weights (E, ...); pass the layer around it")
@@ -204,24 +207,7 @@ def apply_mxfp8_expert_parallel(moe_layer: nn.Module, ep_mesh: DeviceMesh, recip
 
 
 def parallelize_moe(moe: MoE, ep_mesh: DeviceMesh) -> MoE:
-    """Shard the routed experts of a `MoE` over `ep_mesh`, in place; its forward then exchanges tokens in that group.
-
-    Args:
-        moe: `MoE` or `FusedMoE`.
-        ep_mesh: 1-D mesh whose size divides the number of experts.
-
-    Returns:
-        moe.
-
-    Raises:
-        ValueError: no mesh, one that is not 1-D, or a number of experts that its size does not divide.
-
-    Examples:
-        >>> meshes = mxep.parallel.build_meshes(1, mxep.parallel.ParallelDims(ep=1), "cpu")
-        >>> layer = mxep.MoE(mxep.MoEConfig(dim=64, hidden=32, num_experts=4, top_k=2))
-        >>> mxep.parallel.parallelize_moe(layer, meshes.ep)(torch.randn(16, 64)).shape
-        torch.Size([16, 64])
-    """
-    shard_experts(moe.experts, ep_mesh)
-    moe.group = ep_mesh.get_group()
+    """The former name of `apply_mxfp8_expert_parallel`, for a `MoE`."""
+    warn_deprecated("mxep.parallel.parallelize_moe", "mxep.parallel.apply_mxfp8_expert_parallel", "0.3")
+    apply_mxfp8_expert_parallel(moe, ep_mesh)
     return moe

@@ -19,10 +19,10 @@ from mxep.parallel import (
     PipelineSchedule,
     Recompute,
     apply_fsdp,
+    apply_mxfp8_expert_parallel,
     compile_blocks,
     convert_experts,
     convert_linears,
-    parallelize_moe,
     recompute_blocks,
     stages_of,
 )
@@ -170,7 +170,7 @@ def build_stages(shape: ModelConfig, build: Build, meshes: Meshes, device: torch
         model.keep_stage(stage, pp * stages_per_rank(build.schedule) if pp > 1 else 1)
         apply_tensor_parallel(model, meshes.tp)
         for moe in model.moe_layers() if shards else ():
-            parallelize_moe(moe, meshes.ep)
+            apply_mxfp8_expert_parallel(moe, meshes.ep)
         if build.compile_backend is not None:
             compile_blocks(model.layers.values(), build.compile_backend)
         for layer, mode in zip(model.layers.values(), islice(modes, len(model.layers)), strict=True):
