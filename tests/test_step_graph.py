@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from tests.steps import Recorder
 from torch import Tensor
 
-from mxep.step_graph import EAGER_STEPS, StepGraph
+from mxep.step_graph import EAGER_STEPS, StepGraph, capture_on_gpu
 from mxep.train.data.loader import Batch
 
 
@@ -61,3 +64,16 @@ def test_inputs_of_a_dict_are_matched_by_key() -> None:
 
     given = [{"tokens": tokens, "labels": labels}, {"labels": labels, "tokens": tokens}]
     assert [graph(difference, given[call % 2]).item() for call in range(2 * EAGER_STEPS + 2)] == [8.0] * (2 * EAGER_STEPS + 2)
+
+
+@pytest.mark.parametrize("raised", [torch.OutOfMemoryError, RuntimeError])
+def test_memory_that_a_capture_lacks_is_no_fault_of_the_step(raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDAGraph", "current_stream", "current_device", "default_generators"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+
+    def work() -> Tensor:
+        raise raised("no more")
+
+    with pytest.raises(raised, match="^no more$" if raised is torch.OutOfMemoryError else "cannot hold this step, .*no more"):
+        capture_on_gpu(work)

@@ -29,6 +29,7 @@ def capture_on_gpu(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tens
 
     Raises:
         RuntimeError: the work waits for the GPU, or does something else that a graph cannot hold.
+        torch.OutOfMemoryError: the graph's memory, that of the whole work, is more than there is.
     """
     graph = torch.cuda.CUDAGraph()
     try:
@@ -39,6 +40,8 @@ def capture_on_gpu(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tens
         first = error.__context__ or error  # a failed capture fails once more at its end
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())  # the old one still believes that it is recorded, and draws no more
+        if isinstance(first, torch.OutOfMemoryError):
+            raise first from None
         raise RuntimeError(f"StepGraph: a CUDA graph cannot hold this step, run it without one (--no-cuda-graph): {first}") from error
     return graph.replay, result
 

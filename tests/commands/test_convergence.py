@@ -202,6 +202,10 @@ def test_an_older_plan_continues_with_separate_blocks(tmp_path: Path, monkeypatc
     path.write_text(json.dumps(older))
     assert command([*out, "--resume"]) == 0
     plan = begun[-1]
+    (tmp_path / "own.toml").write_text("fused_layer = true\ncuda_graph = true\n")
+    path.write_text(json.dumps(older | {"given": [*given, "--config", str(tmp_path / "own.toml")]}))
+    assert command([*out, "--resume"]) == 0
+    assert "--no-fused-layer" not in begun.pop().given, "a file says what the runs have"
     found = [[read_options([*train_options(each.given, tmp_path), *each.options_of(name)]) for name in plan.recipes] for each in begun]
     assert [[config.fused_layer for config in configs] for configs in found] == [[True, True], [True, True], [True, False]]
     assert {config.lr for configs in found for config in configs} == {1e-3}

@@ -18,9 +18,10 @@ WAYS = {
     "interleaved PP": ["--pp", "2", "--batch", "4", "--microbatch", "1", "--pp-schedule", "Interleaved1F1B"],
     "HSDP": ["--dp-replicate", "2", "--ep", "1", "--batch", "2"],
     "recomputed": ["--batch", "2", "--activation-checkpoint", "full"],
-    "MoE layers kept": ["--batch", "2", "--activation-checkpoint", "keep_moe", "--fused-layer", "--compile"],
-    "as memory allows": ["--batch", "2", "--activation-checkpoint", "auto", "--fused-layer"],
-    "compiled": ["--batch", "2", "--activation-checkpoint", "selective", "--compile"],
+    "MoE layers kept": ["--batch", "2", "--activation-checkpoint", "keep_moe", "--compile"],
+    "nothing recomputed": ["--batch", "2", "--activation-checkpoint", "none"],
+    "blocks": ["--batch", "2", "--no-fused-layer"],
+    "blocks, compiled": ["--batch", "2", "--no-fused-layer", "--activation-checkpoint", "selective", "--compile"],
 }
 
 

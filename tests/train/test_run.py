@@ -114,8 +114,8 @@ def test_resumed_run_equals_a_straight_one_bit_for_bit(tmp_path: Path, text: str
     assert manifests[0].facts["windows"] == manifests[1].facts["windows"] == {"sequences": 6 * 2 * 2 * 2, "seed": 0}
 
 
-def two_steps_twice(rank: int, world: int, folder: str, data: str) -> list[float]:
-    options = {"data": (data,), "recipe": "hp", "steps": 4, "batch": 1, "ep": 2}
+def two_steps_twice(rank: int, world: int, folder: str, data: str, fused: bool) -> list[float]:
+    options = {"data": (data,), "recipe": "hp", "steps": 4, "batch": 1, "ep": 2, "fused_layer": fused}
     with pytest.raises(ValueError, match=r"transport .symmetric. does not run on group .* needs CUDA GPUs"):
         trainer(rank, world, folder, **options, transport="symmetric")
     run = trainer(rank, world, folder, **options)
@@ -126,9 +126,10 @@ def two_steps_twice(rank: int, world: int, folder: str, data: str) -> list[float
     return taken + [done(run).loss for _ in range(2)]
 
 
-def test_one_rank_resumes_with_the_losses_of_four(tmp_path: Path, text: str, one_rank: None) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_rank_resumes_with_the_losses_of_four(tmp_path: Path, text: str, one_rank: None, fused: bool) -> None:
     """Two EP groups of two, FSDP over all four, from the start and from their checkpoint, against one rank with the same batches."""
-    on_four = run_ranks(two_steps_twice, 4, str(tmp_path), text)[0]
+    on_four = run_ranks(two_steps_twice, 4, str(tmp_path), text, fused)[0]
     options = {"data": (text,), "recipe": "hp", "steps": 4, "batch": 4}
     fresh = trainer(0, 1, str(tmp_path / "single"), **options)
     assert [done(fresh).loss for _ in range(4)] == pytest.approx(on_four, rel=1e-5)

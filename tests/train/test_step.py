@@ -74,7 +74,7 @@ def test_the_line_of_a_step_is_printed_if_the_next_one_fails(tmp_path: Path, tex
             with pytest.raises(torch.OutOfMemoryError, match="no more") as caught:
                 run.train()
         (note,) = caught.value.__notes__
-        assert "give --activation-checkpoint full, a smaller --batch or more GPUs" in note
+        assert "give --activation-checkpoint full, a smaller --batch with more --accumulate or more GPUs" in note
         assert steps_of(tmp_path / name) == told
         records = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [record["step"] for record in records if record["kind"] == "skipped_step"] == skipped

@@ -217,12 +217,12 @@ def test_two_recipes_side_by_side(tmp_path: Path, text: str, one_rank: None, mon
 
 
 def test_a_comparison_with_bf16_is_one_with_bf16_as_a_whole(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers and the output projection stayed in MXFP8 where options named recipes for them."""
+    """Linear layers, the output projection, and gate and up as they are kept, stayed in MXFP8 where options named that for them."""
     arms = []
 
     def start(config: TrainConfig, argv: Sequence[str]) -> tuple[int, bool]:
         assert read_options(argv) == config, "the ranks read their options from the command line"
-        arms.append((config.recipe, config.linear_recipe, config.output_recipe))
+        arms.append((config.recipe, config.linear_recipe, config.output_recipe, config.keep_first_product))
         return 0, False
 
     def both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Path], tuple[int, bool]], steps: int) -> int:
@@ -233,8 +233,8 @@ def test_a_comparison_with_bf16_is_one_with_bf16_as_a_whole(tmp_path: Path, text
     options = ["--device", "cpu", "--nproc", "1", "--data", text, "--compare", "bf16", "--out", str(tmp_path / "both")]
     mx, hp = "mxfp8_wgrad_with_mx", "mxfp8_wgrad_with_hp"
     assert command([*options, "--output-recipe", mx, "--linear-recipe", hp]) == 0
-    assert command([*options, "--output-recipe", mx]) == 0
-    assert arms == [(hp, hp, mx), ("bf16", "bf16", "bf16"), (hp, None, mx), ("bf16", None, "bf16")]
+    assert command([*options, "--output-recipe", mx, "--keep-first-product", "mxfp8"]) == 0
+    assert arms == [(hp, hp, mx, "hp"), ("bf16", "bf16", "bf16", "hp"), (hp, None, mx, "mxfp8"), ("bf16", None, "bf16", "hp")]
 
 
 def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

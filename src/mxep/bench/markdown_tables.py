@@ -22,7 +22,18 @@ from mxep.bench.records import (
     routing_of,
 )
 from mxep.bench.tables import device_us, shape_text
-from mxep.bench.training import BASELINE, DEGREES, LAST_LOSSES, LAYERS, UTILIZATIONS, loss_gaps_text, mean_ms, share_text, utilizations
+from mxep.bench.training import (
+    BASELINE,
+    DEGREES,
+    LAST_LOSSES,
+    LAYERS,
+    UTILIZATIONS,
+    loss_gaps_text,
+    mean_ms,
+    recomputation_of,
+    share_text,
+    utilizations,
+)
 from mxep.train.metrics import read_metrics
 
 Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
@@ -418,7 +429,7 @@ def trained(record: Record) -> str:
     """What all arms trained, with options that are not the default."""
     options = record["options"]
     named = {
-        f"{options['activation_checkpoint']} recomputation": options["activation_checkpoint"] != "none",
+        f"{recomputation_of(record)} recomputation": recomputation_of(record) != "none",
         "compiled": options["compile"],
         "quantised weights kept": options["cache_weights"] and "cuda_graph" not in options,
         "attention within documents": "mask_documents" in options,

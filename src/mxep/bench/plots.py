@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mxep.bench.records import Record, of_most_ranks, of_one_device, record_place, routing_of
-from mxep.bench.training import COUNTED, IDLE, PARTS, runs_of
+from mxep.bench.training import COUNTED, IDLE, PARTS, recomputation_of, runs_of
 from mxep.train.compare import draw_comparison
 
 PLOTS = Path("docs") / "plots"
@@ -185,7 +185,7 @@ def convergence(records: Sequence[Record], folder: Path) -> Path:
 def _training_title(record: Record) -> str:
     """Title of a training's panel: model, recomputation, routing and machine."""
     options = record["options"]
-    recomputed = {"none": "no"}.get(options["activation_checkpoint"], options["activation_checkpoint"])
+    recomputed = "no" if (mode := recomputation_of(record)) == "none" else mode
     words = [record["model"]["name"], f"{recomputed} recomputation", routing_of(record), record_place(record)]
     words += ["MXFP8 linears and logits"] if options.get("output_recipe") else []
     words += ["MXFP8 as a CUDA graph"] if "cuda_graph" in options else []

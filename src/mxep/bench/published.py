@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mxep.bench.records import Record, device_title, routing_of
-from mxep.bench.training import utilizations
+from mxep.bench.training import recomputation_of, utilizations
 from mxep.device import peak_bf16_flops_of
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import MODELS, preset_of, resolve_model, train_defaults
@@ -74,7 +74,7 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
             shares = utilizations(record, arm).values()  # of the run itself, which knows what it computed twice
             counts = ("" if share is None else f"{share * peak / 1e12:.0f}" for share in shares)
             place = f"{record['world_size']} x {device_title(record['device'])}", f"{arm}", f"{length}"
-            found.append([name, "mxep", *place, options["activation_checkpoint"], f"{tps:,.0f}", "", *counts])
+            found.append([name, "mxep", *place, recomputation_of(record, arm), f"{tps:,.0f}", "", *counts])
     found.sort(key=lambda row: row[0] not in _MODELS)
     others = []
     for other in PUBLISHED:

@@ -156,6 +156,18 @@ def arm_of(records: Sequence[dict[str, Any]], trace: Path) -> dict[str, Any]:
     }
 
 
+def recomputation_of(record: dict[str, Any], *arms: str) -> str:
+    """The activation checkpointing of these arms, or of all; "none" where every layer of them kept everything under "auto".
+
+    >>> record = {"options": {"activation_checkpoint": "auto"}, "steps": {"mx": {"recompute": ["none"]}, "bf16": {"recompute": ["full"]}}}
+    >>> recomputation_of(record), recomputation_of(record, "mx")
+    ('auto', 'none')
+    """
+    mode: str = record["options"]["activation_checkpoint"]
+    chosen = [record["steps"][arm].get("recompute") for arm in arms or record["steps"]]  # None of older records
+    return "none" if mode == "auto" and all(modes is not None and {*modes} == {"none"} for modes in chosen) else mode
+
+
 def flops_of(record: dict[str, Any]) -> TokenFlops | None:
     """FLOPs per token of what a record's arms trained; None for a model that is no preset, with attention within documents, or where each
     layer has a recomputation of its own.

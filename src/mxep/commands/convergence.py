@@ -214,7 +214,9 @@ def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
         raise ValueError("--resume continues the saved runs; leave out --recipes, --arm, --baseline, --seeds and options of `mxep train`")
     try:
         kept = json.loads(path.read_text())
-        separate = [] if kept.get("fused_layer") else ["--no-fused-layer"]  # the default of older plans, which some of the runs have
+        in_file = (file := read_options(kept["given"]).config) is not None and "fused_layer" in read_toml(file)
+        # The default of older plans, which some of the runs have.
+        separate = [] if kept.get("fused_layer") or in_file else ["--no-fused-layer"]
         return ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), (*separate, *kept["given"]), dict(kept.get("arms", {})))
     except FileNotFoundError as error:
         raise ValueError(f"--resume: nothing to continue in {path.parent} (no {path.name}); leave --resume out") from error

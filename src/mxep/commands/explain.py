@@ -140,8 +140,8 @@ def command(argv: Sequence[str]) -> int:
         console.print(verdict, highlight=False)
     console.print(
         "Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts with more rows than others, tensor"
-        " parallelism's division of attention's activations. selective is an upper bound. For recorded runs such estimates are between 3%"
-        " below and 15% above the peak, in bf16 19%."
+        " parallelism's division of attention's activations, what a pipeline's stages receive. --pp is the schedule 1F1B. selective is an"
+        " upper bound. For recorded runs such estimates are between 3% below and 15% above the peak, in bf16 19%."
     )
     return 0
 
@@ -358,6 +358,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
         ValueError: degrees that do not fit the ranks or the model.
     """
     from mxep.parallel import Recompute
+    from mxep.parallel.pipeline_parallel import microbatches_in_flight
     from mxep.train.memory import PEAK_OPTIONS, peak_memory, rank_memory, ranks_that_fit
     from mxep.train.recompute_budget import last_that_fits, recompute_choices
     from mxep.train.state_precision import StatePrecision
@@ -372,7 +373,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
     stage, _ = max(enumerate(by_mode["none"]), key=lambda pair: pair[1].total)
     peaks = [peaks[stage] for peaks in by_mode.values()]
     rank = rank_memory(*plan[:4], precision)[stage]
-    choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, config.pp - stage, **layers)
+    choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, microbatches_in_flight(stage, config.pp, "1F1B"), **layers)
     capacity = int(config.gpu_gb * _GIB_A_GB * _GIB)
     chosen = choices[last_that_fits(choices, capacity)]
     peaks.append(chosen.peak)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from mxep.device import total_memory
+from mxep.field_types import listed
 from mxep.models.presets import ModelConfig, preset_of
 from mxep.recipe import resolve_recipe
 from mxep.train.config import EXPERTS, TrainConfig, flag_of, split_names
@@ -27,8 +28,19 @@ _KERNELS = {
 
 def describe_recompute(config: TrainConfig, choice: RecomputeChoice | None, device: torch.device) -> list[str]:
     """A line about what `--activation-checkpoint auto` chose for the layers of this rank; `choice` is None on a CPU and for other modes."""
-    of_stage = ", first stage" if config.pp > 1 else ""
+    of_stage = ", first rank of the pipeline" if config.pp > 1 else ""
     return [] if choice is None else [f"activation checkpointing auto{of_stage}: {choice.in_words(total_memory(device))}"]
+
+
+def out_of_memory_note(config: TrainConfig) -> str:
+    """What to change where a step needs more memory than a GPU had free."""
+    ways: list[str] = [] if config.activation_checkpoint == "full" else ["--activation-checkpoint full"]
+    ways.append("a smaller --microbatch" if config.pp > 1 else "a smaller --batch with more --accumulate")
+    ways.append("more GPUs")
+    return (
+        f"mxep train: a step needs more memory than this GPU had free; give {listed(ways)} (`mxep explain` estimates what a run needs, "
+        "docs/troubleshooting.md lists what takes memory)"
+    )
 
 
 def describe_router(shape: ModelConfig, device_type: str) -> str:

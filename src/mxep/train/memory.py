@@ -73,7 +73,8 @@ class PeakMemory:
     """Peak memory of one rank, in bytes.
 
     Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts that get more rows than others, tensor
-    parallelism's division of attention's activations.  tests/train/test_memory.py compares `total` with measured runs.
+    parallelism's division of attention's activations, what a pipeline's stages receive.  tests/train/test_memory.py compares `total` with
+    measured runs.
 
     Attributes:
         rank: parameters and what follows from them.
@@ -142,7 +143,10 @@ def ranks_that_fit(
     for factor in (2**doublings for doublings in range(_MOST_DOUBLINGS + 1)):
         sizes = [{name: getattr(rank, name) // factor for name in ("weights", "gradients", "moments")} for rank in stages]
         shards = [replace(rank, fsdp=rank.fsdp or factor > 1, **size) for rank, size in zip(stages, sizes, strict=True)]
-        peaks = [stage_peak(rank, shape, recipe, dims, tokens, dims.pp - stage, **options).total for stage, rank in enumerate(shards)]
+        peaks = [
+            stage_peak(rank, shape, recipe, dims, tokens, microbatches_in_flight(stage, dims.pp, "1F1B"), **options).total
+            for stage, rank in enumerate(shards)
+        ]
         if max(peaks) <= capacity:
             return ranks * factor
     return None

@@ -89,6 +89,7 @@ class OptimizerInBackward:
             if parameter.grad is not None:
                 raise ValueError(
                     f"OptimizerInBackward: a parameter {tuple(parameter.shape)} has a gradient after its update, want none: "
-                    "DistributedDataParallel sums gradients over the ranks after the update, which read those of this rank; take "
-                    "mxep.parallel.apply_fsdp or torch's fully_shard, or step after backward"
+                    "DistributedDataParallel sums gradients over the ranks after the update, which read those of this rank (take "
+                    "mxep.parallel.apply_fsdp or torch's fully_shard, or step after backward), or a backward ran before this object was "
+                    "made (set that gradient to None)"
                 )

@@ -124,8 +124,9 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
         arm = dataclasses.replace(config, recipe=recipe, out=folder / recipe, compare=None)
         own = ["--recipe", recipe, "--out", str(arm.out), "--compare", "None"]
         if resolve_recipe(recipe).gemm == "hp":  # then all of it is in high precision
-            arm = dataclasses.replace(arm, output_recipe="bf16", linear_recipe=config.linear_recipe and "bf16")
-            own += ["--output-recipe", "bf16", *(["--linear-recipe", "bf16"] if config.linear_recipe else [])]
+            linears = config.linear_recipe and "bf16"
+            arm = dataclasses.replace(arm, output_recipe="bf16", linear_recipe=linears, keep_first_product="hp")
+            own += ["--output-recipe", "bf16", "--keep-first-product", "hp", *(["--linear-recipe", "bf16"] if linears else [])]
         choose_run_folder(arm, settings.model)
         _check_buildable(arm, settings)
         arms[recipe] = arm, [*argv, *own]

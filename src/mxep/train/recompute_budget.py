@@ -24,7 +24,7 @@ from mxep.comm.collective import gather_objects
 from mxep.device import total_memory
 from mxep.models.presets import ModelConfig
 from mxep.parallel import Meshes, Recompute
-from mxep.parallel.pipeline_parallel import microbatches_in_flight
+from mxep.parallel.pipeline_parallel import microbatches_in_flight, stages_per_rank
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.build import state_precision
@@ -119,5 +119,9 @@ def agree_on_recompute(
     recipe = recipe if as_one else resolve_recipe("hp")
     in_flight = microbatches_in_flight(stage, dims.pp, config.pp_schedule)
     choices = recompute_choices(rank, shape, recipe, dims, settings.forward_tokens, in_flight, config.force_balance, **options)
-    found = gather_objects((stage, last_that_fits(choices, total_memory(device))))
+    capacity = total_memory(device)
+    if dims.pp > 1:  # torch keeps what each stage receives, hidden states and their gradients, for every microbatch of a step
+        microbatches = config.accumulate * settings.batch // config.microbatch * stages_per_rank(config.pp_schedule)
+        capacity -= microbatches * 2 * torch.bfloat16.itemsize * settings.forward_tokens // dims.tp * shape.dim
+    found = gather_objects((stage, last_that_fits(choices, capacity)))
     return choices[min(number for of, number in found if of == stage)]

@@ -184,11 +184,9 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
     given = [name for name in ("linear_recipe", "linear_fqns", "linear_skip") if getattr(config, name) not in (None, "", AUTO)]
     if given and not config.converts(LINEARS):
         raise ValueError(f"{flag_of(given[0])} without {LINEARS} in --converters={config.converters}; add it there")
+    blocks = "give --fused-layer" if config.resume else "leave that out"  # a resumed run has the saved option
     if config.keep_first_product == "mxfp8" and not config.fused_layer:
-        raise ValueError(
-            "--keep-first-product=mxfp8 with --no-fused-layer, whose separate blocks keep it as it is; leave one of them out, or on "
-            "--resume give --fused-layer"
-        )
+        raise ValueError(f"--keep-first-product=mxfp8 with --no-fused-layer, whose separate blocks keep it as it is; {blocks}")
     if not config.assistant_only_loss and not config.chat:
         raise ValueError("--no-assistant-only-loss without --chat, where every token is trained on; leave it out, or add --chat")
     if config.optimizer_in_backward:
@@ -276,7 +274,8 @@ def _check_recordable(config: TrainConfig, device_type: str) -> None:
         (
             not config.fused_layer,
             "--no-fused-layer",
-            "its separate blocks read on the host how many rows each rank sends; on --resume give --fused-layer, else leave that out",
+            "its separate blocks read on the host how many rows each rank sends; "
+            + ("give --fused-layer" if config.resume else "leave that out"),
         ),
         (config.pp > 1, f"--pp={config.pp}", "the host runs the schedule of a pipeline; give --pp 1"),
         (

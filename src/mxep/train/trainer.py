@@ -52,6 +52,7 @@ from mxep.train.describe import (
     describe_router,
     describe_schedule,
     describe_state,
+    out_of_memory_note,
 )
 from mxep.train.distributed import TIMEOUT, Ranks, StopRequest, on_all_ranks
 from mxep.train.garbage import GarbageCollection
@@ -76,11 +77,6 @@ from mxep.train.run_folder import CHECKPOINTS, METRICS_FILE, find_checkpoint, se
 from mxep.train.run_lock import RunLock
 from mxep.train.state_precision import StatePrecision
 from mxep.train.step import MicrobatchRunner, PendingStep, SkippedSteps, StepClock, StepProfiler, check_capturable, copy_to_host
-
-_OUT_OF_MEMORY = (
-    "mxep train: a step needs more memory than this GPU has; give --activation-checkpoint full, a smaller --batch or more GPUs "
-    "(`mxep explain` estimates what a run needs, docs/troubleshooting.md lists what takes memory)"
-)
 
 
 class Trainer:
@@ -131,7 +127,7 @@ class Trainer:
         self.held_out = held_out_batches(self.corpus.held_out, s.seq_len, s.batch, config.eval_tokens, *shard, starts[1])
         self.recompute: RecomputeChoice | None = None  # of "auto" on GPUs
         if config.activation_checkpoint == "auto" and ranks.device.type != "cpu":
-            self.recompute = agree_on_recompute(config, s, self.shape, self.recipe, self.meshes, ranks.device)
+            self.recompute = agree_on_recompute(self.config, s, self.shape, self.recipe, self.meshes, ranks.device)
             build = dataclasses.replace(build, recompute=self.recompute.modes)
         stages = build_stages(self.shape, build, self.meshes, ranks.device, config.seed)
         self.layer_modes = self._layer_modes({number: len(stage.layers) for number, stage in stages.items()})
@@ -332,7 +328,7 @@ class Trainer:
                         launched = self.step()
                 except Exception as error:
                     if isinstance(error, torch.OutOfMemoryError):
-                        error.add_note(_OUT_OF_MEMORY)
+                        error.add_note(out_of_memory_note(c))
                     self._log_finished(pending, log)
                     raise
                 if pending is not None:
