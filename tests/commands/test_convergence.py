@@ -211,6 +211,13 @@ def test_an_older_plan_continues_with_separate_blocks(tmp_path: Path, monkeypatc
     assert {config.lr for configs in found for config in configs} == {1e-3}
 
 
+def test_the_baseline_has_nothing_in_mxfp8() -> None:
+    plan = ComparisonPlan(("mxfp8", "bf16"), 1, ("--output-recipe", "mxfp8", "--keep-first-product", "mxfp8"))
+    found = [read_options([*plan.given, *plan.options_of(name)]) for name in plan.recipes]
+    assert [(config.output_recipe, config.keep_first_product) for config in found] == [("mxfp8", "mxfp8"), ("bf16", "hp")]
+    assert ComparisonPlan(("bf16",), 1, ()).options_of("bf16") == ("--recipe", "bf16")
+
+
 def test_a_file_has_no_options_of_this_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Some of them would end every run early, or train each twice."""
     (tmp_path / "ours.toml").write_text("steps = 30\nstop_after = 5\n")

@@ -118,8 +118,7 @@ def _train(given: Sequence[str], config: TrainConfig, recipe: str, out: Path) ->
     assert last is not None
     own = ["--recipe", recipe, "--out", str(out), "--steps", str(last)]
     if recipe == BASELINE:
-        own += [word for name in _PRECISIONS if getattr(config, name) is not None for word in (flag_of(name), BASELINE)]
-        own += ["--keep-first-product", "hp"]  # separate blocks refuse the other form
+        own += [word for name, value in config.without_mxfp8().items() for word in (flag_of(name), value)]
     own += ["--profile-step", str(last - PROFILED + 1), "--profile-steps", str(PROFILED)]
     rare = ["--no-profile-host", "--no-evaluate", "--no-checkpoint"]
     status = run_child([sys.executable, "-m", "mxep", "train", *given, *own, *rare])

@@ -98,8 +98,14 @@ class ComparisonPlan:
         ]
 
     def options_of(self, name: str) -> tuple[str, ...]:
-        """The options of `mxep train` that make this arm: those of `arms`, or the recipe of this name."""
-        return tuple(shlex.split(self.arms[name])) if name in self.arms else ("--recipe", name)
+        """The options of `mxep train` that make this arm: those of `arms`, or the recipe of this name, alone where it has no MXFP8."""
+        if name in self.arms:
+            return tuple(shlex.split(self.arms[name]))
+        given, words = read_options(self.given), ("--recipe", name)
+        if resolve_recipe(name).gemm != "hp":
+            return words
+        changed = [(flag_of(key), value) for key, value in given.without_mxfp8().items() if getattr(given, key) != value]
+        return *words, *(word for pair in changed for word in pair)
 
 
 def command(argv: Sequence[str]) -> int:

@@ -372,6 +372,10 @@ class TrainConfig:
         """True if `--converters` names it."""
         return converter in split_names(self.converters)
 
+    def without_mxfp8(self) -> dict[str, str]:
+        """Options, by name, that leave nothing in MXFP8 beside a recipe in high precision."""
+        return {"output_recipe": "bf16", "keep_first_product": "hp"} | ({"linear_recipe": "bf16"} if self.linear_recipe else {})
+
     def to_json(self) -> dict[str, Any]:
         """Plain values only, for checkpoints and logs."""
         values = dataclasses.asdict(self)

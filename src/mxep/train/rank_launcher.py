@@ -19,7 +19,7 @@ from types import FrameType
 from mxep.private_folders import record_process, scratch_folder
 from mxep.recipe import resolve_recipe
 from mxep.train.compare import train_both
-from mxep.train.config import TrainConfig
+from mxep.train.config import TrainConfig, flag_of
 from mxep.train.data.chat import ChatTemplate
 from mxep.train.data.text_files import check_paths
 from mxep.train.data.tokenizer import check_origin, load_tokenizer
@@ -124,9 +124,8 @@ def start_both(config: TrainConfig, argv: Sequence[str]) -> int:
         arm = dataclasses.replace(config, recipe=recipe, out=folder / recipe, compare=None)
         own = ["--recipe", recipe, "--out", str(arm.out), "--compare", "None"]
         if resolve_recipe(recipe).gemm == "hp":  # then all of it is in high precision
-            linears = config.linear_recipe and "bf16"
-            arm = dataclasses.replace(arm, output_recipe="bf16", linear_recipe=linears, keep_first_product="hp")
-            own += ["--output-recipe", "bf16", "--keep-first-product", "hp", *(["--linear-recipe", "bf16"] if linears else [])]
+            arm = dataclasses.replace(arm, **config.without_mxfp8())  # type: ignore[arg-type]
+            own += [word for name, value in config.without_mxfp8().items() for word in (flag_of(name), value)]
         choose_run_folder(arm, settings.model)
         _check_buildable(arm, settings)
         arms[recipe] = arm, [*argv, *own]
