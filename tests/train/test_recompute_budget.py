@@ -185,6 +185,23 @@ def test_a_rank_with_two_stages() -> None:
     assert first[2] == second[2] == ("none", "keep_moe", "full", "none")
 
 
+def of_many_microbatches(rank: int, world: int) -> list[set[str]]:
+    config = TrainConfig(**SMALL, pp=2, batch=4, seq_len=256)
+    settings = resolve(config, "cpu", world)
+    meshes, device, found = build_meshes(world, settings.degrees, "cpu"), torch.device("cuda"), []
+    for accumulate in (1, 10_000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recompute_budget, "total_memory", lambda _: 10**9)
+            choice = agree_on_recompute(replace(config, accumulate=accumulate), settings, settings.shape, MXFP8, meshes, device)
+        found.append(set(choice.modes))
+    return found
+
+
+def test_what_the_stages_of_a_pipeline_receive_is_counted() -> None:
+    """torch keeps it for every microbatch of a step."""
+    assert run_ranks(of_many_microbatches, 2) == [[{"none"}, {"full"}]] * 2
+
+
 def test_refused() -> None:
     with pytest.raises(ValueError, match="--keep-first-product=mxfp8 with --no-fused-layer"):
         resolve(TrainConfig(**SMALL, keep_first_product="mxfp8", fused_layer=False), "cuda", 2)
