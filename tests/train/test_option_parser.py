@@ -384,8 +384,9 @@ def test_what_is_said_about_a_default_names_the_option_that_changes_it() -> None
     (line,) = describe_mapped(TrainConfig(fused_experts=False))
     assert line.endswith("where MoE layers are one function, experts included; give --no-fused-layer for separate blocks")
     for options, device in (({"keep_first_product": "mxfp8"}, "cpu"), ({"cuda_graph": True}, "cuda")):
-        with pytest.raises(ValueError, match=r"with --no-fused-layer.* give --fused-layer"):
-            resolve(TrainConfig(**options, fused_layer=False), device, 1)  # type: ignore[arg-type]
+        for resume, way in ((False, "leave that out"), (True, "give --fused-layer")):
+            with pytest.raises(ValueError, match=f"with --no-fused-layer.*; {way}"):
+                resolve(TrainConfig(**options, fused_layer=False, resume=resume), device, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
