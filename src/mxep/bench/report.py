@@ -199,11 +199,8 @@ def doubts_line(records: Records) -> str:
     }
     lines = [f"The records have {count('arms')} times: {'; '.join(text for text, number in found.items() if number)}."]
     lines = lines if unsteady or waited else []
-    lines += (
-        [f"The records have {count('host_us')} times of the host: in {busy} of them batches differ, as it was busy elsewhere."]
-        if busy
-        else []
-    )
+    if busy:
+        lines.append(f"The records have {count('host_us')} times of the host: in {busy} of them batches differ, as it was busy elsewhere.")
     return "\n".join(lines)
 
 

@@ -61,10 +61,19 @@ _OURS = ("recipe", "out", "compare", "resume", "resume_step", "stop_after", "pro
 # Options of all arms that a record contains; a batch or length of None is the preset's.
 _RECORDED = ("seq_len", "batch", "accumulate", "activation_checkpoint", "compile", "converters", "cache_weights", "fused_experts")
 # Options that a record contains where they are not the default; older records have none of them.
-_PRECISIONS = ("linear_recipe", "output_recipe")
 DEGREES = ("tp", "pp", "dp_replicate", "pp_schedule", "microbatch")
 LAYERS = ("keep_first_product", "router_dtype", "mx_fqns", "linear_skip", "balance_loss", "z_loss", "transport")
-_RECORDED_IF_SET = ("mask_documents", "cuda_graph", "optimizer", "dtype", "optimizer_in_backward", *_PRECISIONS, *DEGREES, *LAYERS)
+_RECORDED_IF_SET = (
+    "mask_documents",
+    "cuda_graph",
+    "optimizer",
+    "dtype",
+    "optimizer_in_backward",
+    "linear_recipe",
+    "output_recipe",
+    *DEGREES,
+    *LAYERS,
+)
 
 
 class RunFailedError(RuntimeError):

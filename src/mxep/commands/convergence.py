@@ -98,12 +98,16 @@ class ComparisonPlan:
         ]
 
     def options_of(self, name: str) -> tuple[str, ...]:
-        """The options of `mxep train` that make this arm: those of `arms`, or the recipe of this name, alone where it has no MXFP8."""
+        """The options of `mxep train` that make this arm: those of `arms`, or the recipe of this name.
+
+        A recipe in high precision also takes back what `given` asks to be in MXFP8.
+        """
         if name in self.arms:
             return tuple(shlex.split(self.arms[name]))
-        given, words = read_options(self.given), ("--recipe", name)
+        words = "--recipe", name
         if resolve_recipe(name).gemm != "hp":
             return words
+        given = read_options(self.given)
         changed = [(flag_of(key), value) for key, value in given.without_mxfp8().items() if getattr(given, key) != value]
         return *words, *(word for pair in changed for word in pair)
 
@@ -220,7 +224,8 @@ def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
         raise ValueError("--resume continues the saved runs; leave out --recipes, --arm, --baseline, --seeds and options of `mxep train`")
     try:
         kept = json.loads(path.read_text())
-        in_file = (file := read_options(kept["given"]).config) is not None and "fused_layer" in read_toml(file)
+        file = read_options(kept["given"]).config
+        in_file = file is not None and "fused_layer" in read_toml(file)
         # The default of older plans, which some of the runs have.
         separate = [] if kept.get("fused_layer") or in_file else ["--no-fused-layer"]
         return ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), (*separate, *kept["given"]), dict(kept.get("arms", {})))
