@@ -146,7 +146,7 @@ def _measure(options: argparse.Namespace) -> int:
         named = {"size": options.thiek, "peers": peers, "only": options.only, "arms": arms, "cuda_graph": options.cuda_graph}
         setting = Setting(device, options.quick, group, **named, **sizes)
         path = record_path(options.name, device_name(device), setting.world, options.out)
-        old = records_in(path) if options.only and path.exists() else []  # read first, since a damaged file is an error
+        old = records_in(path) if (options.only or options.thiek) and path.exists() else []  # read first, since a damaged file is an error
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
 
