@@ -79,7 +79,8 @@ def test_parts_of_a_step() -> None:
     names = {
         "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange",
         "fp8_grouped_mm": "grouped GEMMs", "fp8_wgrad": "grouped GEMMs", "nvjet_hsh_128x256": "dense GEMMs",
-        "rebase_tokens": "MXFP8 passes", "_activate_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer",
+        "rebase_tokens": "quantise and move rows", "_activate_kernel": "quantise and move rows",
+        "multi_tensor_apply_kernel<adam>": "optimizer",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention", "void cudnn::fusion::convert_dq_to_16bits": "attention",
         "Memset (Device)": "other",
     }  # fmt: skip
