@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import mxep
 from mxep import cli
 from mxep.bench import markdown_tables, plots, published, training
-from mxep.bench.records import write_beside
+from mxep.bench.records import RESULTS, read_records, write_beside
 from mxep.bench.timing import MIN_RUNS
 from mxep.bench.training import IDLE, PARTS, part_of
 from mxep.models.flops import flops_per_token
@@ -86,6 +86,8 @@ def test_parts_of_a_step() -> None:
     }  # fmt: skip
     assert {name: part_of(name) for name in names} == names
     assert set(names.values()) <= set(PARTS)
+    for record in read_records("train", Path(__file__).parent.parent.parent / RESULTS):
+        assert all({*step["parts_ms"]} == {*PARTS, IDLE} for step in record["steps"].values()), "older records are read with today's names"
 
 
 @pytest.mark.parametrize("file", ["p2p.cu", "slots.cu"])

@@ -36,7 +36,6 @@ from mxep.bench.training import (
 )
 from mxep.train.metrics import read_metrics
 
-Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
 _HOST_FIELDS = "host_us", "host_us_calling_thread"
 _ROWS_COLUMNS = {
     "": "from MX bytes",
@@ -94,9 +93,8 @@ def grouped_mm_tables(records: Records) -> str:
         rows = [[_gemm_title(record), *(f"{record['ratios'][f'{kind}_vs_torch_bf16']:.2f}x" for kind in kinds)] for record in few]
         parts.append(markdown(["few rows from MX bytes against torch in bf16, on the device", *kinds], rows))
     if hosts := [record for record in few if "host_us" in record]:
-        calls = list(dict.fromkeys(call for record in hosts for call in record["host_us"]))
-        rows = [[_gemm_title(record), *(f"{record['host_us'][call]:.0f}" for call in calls)] for record in hosts]
-        parts.append(markdown(["few rows: host microseconds of a call", *(f"`{call}`" for call in calls)], rows))
+        rows = [[_gemm_title(record), *(f"{us:.0f}" for us in record["host_us"].values())] for record in hosts]
+        parts.append(markdown(["few rows: host microseconds of a call", *(f"`{call}`" for call in hosts[0]["host_us"])], rows))
     return "\n\n".join(parts)
 
 
@@ -105,44 +103,36 @@ def memory_table(records: Records) -> str:
     letter = "D" if "D" in records[0]["shape"] else "H"
     many = sorted({record["shape"]["T"] for record in records if "calls" not in record}, reverse=True)
     parts = [_shares_table([record for record in records if record["shape"]["T"] == T], letter) for T in many]
-    calls: Cells = {}
-    for record in records:
-        place, T, width = record_place(record), record["shape"]["T"], record["shape"][letter]
-        for call, us in record.get("host_us", {}).items():
-            calls.setdefault((place, f"`{call}`", str(T)), {})[width] = f"{device_us(record, call):.1f} / {us:.0f}"
-    if calls:
-        order = list(dict.fromkeys(call for _, call, _ in calls))
-        in_order = sorted(calls, key=lambda row: (row[0], order.index(row[1]), int(row[2])))
-        columns, rows = _by_width({row: calls[row] for row in in_order}, letter)
-        parts.append(markdown(["device", "few rows: microseconds of a call, device / host", "T", *columns], rows))
+    costs = {
+        (record_place(record), call, record["shape"]["T"], record["shape"][letter]): f"{device_us(record, call):.1f} / {us:.0f}"
+        for record in records
+        for call, us in record.get("host_us", {}).items()
+    }
+    if costs:
+        order, widths = list(dict.fromkeys(call for _, call, _, _ in costs)), sorted({width for *_, width in costs})
+        lines = sorted({line[:3] for line in costs}, key=lambda line: (line[0], order.index(line[1]), line[2]))
+        rows = [[line[0], f"`{line[1]}`", str(line[2]), *(costs.get((*line, width), "") for width in widths)] for line in lines]
+        columns = "device", "few rows: microseconds of a call, device / host", "T", *(f"{letter} {width}" for width in widths)
+        parts.append(markdown(columns, rows))
     return "\n\n".join(parts)
 
 
 def _shares_table(records: Records, letter: str) -> str:
     """Shares of a copy's speed and targets, of records with as many rows; a cell has those of all devices."""
-    places = list(dict.fromkeys(map(record_place, records)))
-    found: dict[tuple[str, int, str], str] = {}
-    targets: dict[str, set[str]] = {}
-    for record in records:
-        for name, value in record["ratios"].items():
-            kernel = name.removesuffix("_fraction_of_copy")
-            if kernel != name:
-                found[kernel, record["shape"][letter], record_place(record)] = f"{value:.0%}"
-                targets.setdefault(kernel, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
-    shares: Cells = {}
-    for kernel, width, _ in found:
-        shares.setdefault((f"`{kernel}`",), {})[width] = " / ".join(found.get((kernel, width, place), "-") for place in places)
-    columns, rows = _by_width(shares, letter)
-    rows = [[*row, ", ".join(sorted(asked))] for row, asked in zip(rows, targets.values(), strict=True)]
+    suffix, places = "_fraction_of_copy", list(dict.fromkeys(map(record_place, records)))
+    widths = sorted({record["shape"][letter] for record in records})
+    shares = {
+        (name, record["shape"][letter], record_place(record)): f"{value:.0%}"
+        for record in records
+        for name, value in record["ratios"].items()
+    }
+    rows = []
+    for name in dict.fromkeys(name for name, _, _ in shares if name.endswith(suffix)):
+        cells = (" / ".join(shares.get((name, width, place), "-") for place in places) for width in widths)
+        asked = sorted({f"{record['target'][name]:.0%}" for record in records if name in record["target"]})
+        rows.append([f"`{name.removesuffix(suffix)}`", *cells, ", ".join(asked)])
     what = f"share of a copy's speed, {records[0]['shape']['T']} rows, {' / '.join(places)}"
-    return markdown([what, *columns, "asked"], rows)
-
-
-def _by_width(cells: Cells, letter: str) -> tuple[list[str], list[list[str]]]:
-    """Names of a column for every width, and the rows of a table with these columns last."""
-    widths = sorted({width for found in cells.values() for width in found})
-    rows = [[*row, *(found.get(width, "") for width in widths)] for row, found in cells.items()]
-    return [f"{letter} {width}" for width in widths], rows
+    return markdown([what, *(f"{letter} {width}" for width in widths), "asked"], rows)
 
 
 def experts_table(records: Records) -> str:
@@ -237,12 +227,14 @@ def linears_table(records: Records) -> str:
     """Dense linear layers: speed against torch.nn.Linear with its limit, and time on the host; a cell has those of all devices."""
     base, ours = dense_linears.LINEAR, dense_linears.OURS
     places = list(dict.fromkeys(map(record_place, records)))
-    columns = f"`{base}`, ms", *(f"`{arm}`" for arm in ours), *(f"host, us: `{arm}`" for arm in (base, "mx"))
+    host_columns = *(f"host, us: `{arm}`" for arm in (base, "mx")), "`mx`, backward in the calling thread"
+    columns = f"`{base}`, ms", *(f"`{arm}`" for arm in ours), *host_columns
     found: dict[str, dict[str, list[str]]] = {}
     for record in records:
         shape = record["shape"]
         cells = [f"{median_ms(record)[f'{base}_total']:.2f}", *(ratio_of_limit(record, f"{arm}_vs_{base}") for arm in ours)]
-        cells += [f"{record['host_us'][arm]:.0f}" for arm in (base, "mx")]
+        hosts = record["host_us"][base], record["host_us"]["mx"], record.get("host_us_calling_thread", {}).get("mx")
+        cells += ["-" if us is None else f"{us:.0f}" for us in hosts]
         found.setdefault(f"{shape['T']} tokens, {shape['K']} -> {shape['N']}", {})[record_place(record)] = cells
     missing = ["-"] * len(columns)
     rows = [[what, *map(" / ".join, zip(*(of.get(place, missing) for place in places), strict=True))] for what, of in found.items()]

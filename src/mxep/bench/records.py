@@ -102,20 +102,12 @@ def read_records(benchmark: str, folder: Path = RESULTS) -> list[Record]:
 def records_in(path: Path) -> list[Record]:
     """The records of one file. Raises ValueError when it is not a list of records."""
     try:
-        records = json.loads(path.read_text(), object_hook=_with_new_names)
+        records = json.loads(path.read_text(), object_hook=lambda found: {_RENAMED.get(name, name): value for name, value in found.items()})
     except ValueError as problem:
         raise ValueError(f"records: {path} is damaged ({problem}), want a list of records; run the benchmark again") from problem
     if not isinstance(records, list):
         raise ValueError(f"records: {path} holds {type(records).__name__}, want a list of records; run the benchmark again")
     return records
-
-
-def _with_new_names(found: Record) -> Record:
-    """
-    >>> _with_new_names({"MXFP8 passes": 1.5, "idle": 0.0})
-    {'quantise and move rows': 1.5, 'idle': 0.0}
-    """
-    return {_RENAMED.get(name, name): value for name, value in found.items()}
 
 
 def median_ms(record: Record) -> dict[str, float]:

@@ -239,7 +239,7 @@ _SHOWN: dict[str, Callable[[Records], Records]] = {  # which records a block sho
     "a2a": _last_run,
     "layer": of_most_ranks,
     "layer_against_one_gpu": _last_run,
-    "layer_exchanges_alone": lambda records: _last_run([record for record in records if record["routing"] == "balanced"]),
+    "layer_exchanges_alone": lambda records: _last_run(records)[:1],
     "layer_uneven_loads": _last_run,
     "peers_details": lambda records: records[:1],
     "published": of_most_ranks,
