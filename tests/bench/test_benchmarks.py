@@ -325,6 +325,16 @@ def test_the_cost_of_few_rows_is_shown() -> None:
         "| H200 | `quantize` | 8192 |  | 17203.2 / 30 |",
     ]
     assert "\n\n" not in markdown_tables.memory_table([many])
+    other = {**many, "device": "h100", "ratios": {"dequantize_fraction_of_copy": 0.8, "quantize_fraction_of_copy": 0.7}}
+    assert markdown_tables.memory_table([many, other]).splitlines() == [
+        "| share of a copy's speed, 131072 rows, H200 / H100 | D 64 | asked |",
+        "| --- | --- | --- |",
+        "| `quantize` | 90% / 70% |  |",
+        "| `dequantize` | - / 80% |  |",
+    ]
+    launched = [*few, {**few[0], "device": "h100"}, {**few[1], "device": "h100"}]
+    assert report._fewest_rows_of_one_device([many, *launched, other]) == [many, few[1], few[2], other]
+    assert report._fewest_rows_of_one_device([many, other]) == [many, other]
     assert tables.device_us({"arms": {"fused_total": {"median_ms": 2.0}}}, "fused") == 2000
     assert tables.device_us({"arms": {}}, "launcher") is None
 

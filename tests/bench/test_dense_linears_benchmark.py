@@ -32,6 +32,10 @@ def test_record_and_table() -> None:
     table = markdown_tables.linears_table(records)
     assert len(table.splitlines()) == 3
     check_tables(table)
+    both = markdown_tables.linears_table([record, {**record, "device": "h100", "host_us_calling_thread": {}}])
+    assert "forward + backward, CPU / H100 |" in both
+    assert len(both.splitlines()) == 3
+    assert both.endswith(" / - |")
     (row,) = (LinearTimes(**row) for row in json.loads(dense_linears.gains_table(records)))
     assert (row.device, row.T, row.K, row.N) == ("cpu", *(record["shape"][name] for name in "TKN"))
     ms = {name: timing["median_ms"] for name, timing in record["arms"].items()}

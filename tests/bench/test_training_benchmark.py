@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 import mxep
 from mxep import cli
 from mxep.bench import markdown_tables, plots, published, training
-from mxep.bench.records import write_beside
+from mxep.bench.records import RESULTS, read_records, write_beside
 from mxep.bench.timing import MIN_RUNS
 from mxep.bench.training import IDLE, PARTS, part_of
 from mxep.models.flops import flops_per_token
@@ -79,12 +79,15 @@ def test_parts_of_a_step() -> None:
     names = {
         "ncclDevKernel_ReduceScatter_Sum_bf16": "exchange", "Memcpy PtoP (Device -> Device)": "exchange",
         "fp8_grouped_mm": "grouped GEMMs", "fp8_wgrad": "grouped GEMMs", "nvjet_hsh_128x256": "dense GEMMs",
-        "rebase_tokens": "MXFP8 passes", "_activate_kernel": "MXFP8 passes", "multi_tensor_apply_kernel<adam>": "optimizer",
+        "rebase_tokens": "quantise and move rows", "_activate_kernel": "quantise and move rows",
+        "multi_tensor_apply_kernel<adam>": "optimizer",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention", "void cudnn::fusion::convert_dq_to_16bits": "attention",
         "Memset (Device)": "other",
     }  # fmt: skip
     assert {name: part_of(name) for name in names} == names
     assert set(names.values()) <= set(PARTS)
+    for record in read_records("train", Path(__file__).parent.parent.parent / RESULTS):
+        assert all({*step["parts_ms"]} == {*PARTS, IDLE} for step in record["steps"].values()), "older records are read with today's names"
 
 
 @pytest.mark.parametrize("file", ["p2p.cu", "slots.cu"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mxep.bench import dense_linears, finetune, peers, published, transformers, transformers_step
@@ -36,7 +36,6 @@ from mxep.bench.training import (
 )
 from mxep.train.metrics import read_metrics
 
-Cells = dict[tuple[str, ...], dict[int, str]]  # first cells of a row -> width -> text
 _HOST_FIELDS = "host_us", "host_us_calling_thread"
 _ROWS_COLUMNS = {
     "": "from MX bytes",
@@ -93,8 +92,9 @@ def grouped_mm_tables(records: Records) -> str:
         kinds = ("forward", "dgrad", "wgrad")
         rows = [[_gemm_title(record), *(f"{record['ratios'][f'{kind}_vs_torch_bf16']:.2f}x" for kind in kinds)] for record in few]
         parts.append(markdown(["few rows from MX bytes against torch in bf16, on the device", *kinds], rows))
-        rows = [[_gemm_title(record), f"`{name}`", f"{us:.0f} us"] for record in few for name, us in record.get("host_us", {}).items()]
-        parts.append(markdown(["host time of a call, few rows", "call", "microseconds"], rows))
+    if hosts := [record for record in few if "host_us" in record]:
+        rows = [[_gemm_title(record), *(f"{us:.0f}" for us in record["host_us"].values())] for record in hosts]
+        parts.append(markdown(["few rows: host microseconds of a call", *(f"`{call}`" for call in hosts[0]["host_us"])], rows))
     return "\n\n".join(parts)
 
 
@@ -103,69 +103,51 @@ def memory_table(records: Records) -> str:
     letter = "D" if "D" in records[0]["shape"] else "H"
     many = sorted({record["shape"]["T"] for record in records if "calls" not in record}, reverse=True)
     parts = [_shares_table([record for record in records if record["shape"]["T"] == T], letter) for T in many]
-    calls: Cells = {}
-    for record in records:
-        place, T, width = record_place(record), record["shape"]["T"], record["shape"][letter]
-        for call, us in record.get("host_us", {}).items():
-            calls.setdefault((place, f"`{call}`", str(T)), {})[width] = f"{device_us(record, call):.1f} / {us:.0f}"
-    if calls:
-        order = list(dict.fromkeys(call for _, call, _ in calls))
-        in_order = sorted(calls, key=lambda row: (row[0], order.index(row[1]), int(row[2])))
-        columns, rows = _by_width({row: calls[row] for row in in_order}, letter)
-        parts.append(markdown(["device", "few rows: microseconds of a call, device / host", "T", *columns], rows))
+    costs = {
+        (record_place(record), call, record["shape"]["T"], record["shape"][letter]): f"{device_us(record, call):.1f} / {us:.0f}"
+        for record in records
+        for call, us in record.get("host_us", {}).items()
+    }
+    if costs:
+        order, widths = list(dict.fromkeys(call for _, call, _, _ in costs)), sorted({width for *_, width in costs})
+        lines = sorted({line[:3] for line in costs}, key=lambda line: (line[0], order.index(line[1]), line[2]))
+        rows = [[line[0], f"`{line[1]}`", str(line[2]), *(costs.get((*line, width), "") for width in widths)] for line in lines]
+        columns = "device", "few rows: microseconds of a call, device / host", "T", *(f"{letter} {width}" for width in widths)
+        parts.append(markdown(columns, rows))
     return "\n\n".join(parts)
 
 
 def _shares_table(records: Records, letter: str) -> str:
-    """Shares of a copy's speed and targets, of records with as many rows."""
-    shares: Cells = {}
-    targets: dict[tuple[str, ...], set[str]] = {}
-    for record in records:
-        place, width = record_place(record), record["shape"][letter]
-        for name, value in record["ratios"].items():
-            kernel = name.removesuffix("_fraction_of_copy")
-            if kernel != name:
-                row = (place, f"`{kernel}`")
-                shares.setdefault(row, {})[width] = f"{value:.0%}"
-                targets.setdefault(row, set()).update([f"{record['target'][name]:.0%}"] if name in record["target"] else [])
-    columns, rows = _by_width(shares, letter)
-    rows = [[*row, ", ".join(sorted(asked))] for row, asked in zip(rows, targets.values(), strict=True)]
-    return markdown(["device", f"share of a copy's speed, {records[0]['shape']['T']} rows", *columns, "asked"], rows)
-
-
-def _by_width(cells: Cells, letter: str) -> tuple[list[str], list[list[str]]]:
-    """Names of a column for every width, and the rows of a table with these columns last."""
-    widths = sorted({width for found in cells.values() for width in found})
-    rows = [[*row, *(found.get(width, "") for width in widths)] for row, found in cells.items()]
-    return [f"{letter} {width}" for width in widths], rows
+    """Shares of a copy's speed and targets, of records with as many rows; a cell has those of all devices."""
+    suffix, places = "_fraction_of_copy", list(dict.fromkeys(map(record_place, records)))
+    widths = sorted({record["shape"][letter] for record in records})
+    shares = {
+        (name, record["shape"][letter], record_place(record)): f"{value:.0%}"
+        for record in records
+        for name, value in record["ratios"].items()
+    }
+    rows = []
+    for name in dict.fromkeys(name for name, _, _ in shares if name.endswith(suffix)):
+        cells = (" / ".join(shares.get((name, width, place), "-") for place in places) for width in widths)
+        asked = sorted({f"{record['target'][name]:.0%}" for record in records if name in record["target"]})
+        rows.append([f"`{name.removesuffix(suffix)}`", *cells, ", ".join(asked)])
+    what = f"share of a copy's speed, {records[0]['shape']['T']} rows, {' / '.join(places)}"
+    return markdown([what, *(f"{letter} {width}" for width in widths), "asked"], rows)
 
 
 def experts_table(records: Records) -> str:
-    """The expert FFN, forward + backward, against three of torch's grouped GEMMs in bf16; what forward saves; what calls cost the host."""
-
-    def title(record: Record) -> str:
-        shape = record["shape"]
-        return f"{record_place(record)}, {shape['T']} rows, D {shape['D']}, H {shape['H']}, {shape['L']} experts"
-
+    """The expert FFN, forward + backward, against three of torch's grouped GEMMs in bf16; what forward saves."""
     rows = []
     for record in records:
+        shape = record["shape"]
+        title = f"{record_place(record)}, {shape['T']} rows, D {shape['D']}, H {shape['H']}, {shape['L']} experts, {record['routing']}"
         kept = " / ".join(f"{record['saved_bytes'][arm] / 2**20:.0f}" for arm in ("bf16", "fused"))
         ms = median_ms(record)
         base = min(ms["bf16_total"], ms["bf16_compiled_total"]) / ms["bf16_total"]
         speeds = (ratio_of_limit(record, f"{arm}total_vs_torch_bf16", base) for arm in _EXPERT_ARMS)
-        rows.append([f"{title(record)}, {record['routing']}", *speeds, kept])
+        rows.append([title, *speeds, kept])
     what = "experts, forward + backward, against torch in bf16, the faster of eager and compiled"
-    parts = [markdown([what, *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB"], rows)]
-    least = min(record["shape"]["T"] for record in records)
-    if few := [record for record in records if "host_us" in record and record["shape"]["T"] == least]:
-        arms = list(dict.fromkeys(arm for record in few for arm in record["host_us"]))
-        rows = []
-        for record in few:
-            us = record["host_us"]
-            rows.append([title(record), *(f"{device_us(record, arm):.0f} / {us[arm]:.0f}" if arm in us else "" for arm in arms)])
-        columns = ["few rows, forward + backward: microseconds under the clock / of the host", *(f"`{arm}`" for arm in arms)]
-        parts.append(markdown(columns, rows))
-    return "\n\n".join(parts)
+    return markdown([what, *_EXPERT_ARMS.values(), "saved by bf16 / fused, MiB"], rows)
 
 
 def transformers_table(records: Records) -> str:
@@ -208,9 +190,7 @@ def peers_speeds(records: Records) -> str:
         arms = [arm for arm in arms if any(f"{arm}_graph" in record["arms"] for record in graphed)]
         rows = []
         for record in graphed:
-            calls = record.get("microbatches", 1)  # older records do not have it
-            tokens = f"{record['shape']['T']} tokens"
-            rows.append(_peers_speeds(record, arms, "graph", f"{calls} x {tokens}" if calls > 1 else tokens))
+            rows.append(_peers_speeds(record, arms, "graph", f"{record['microbatches']} x {record['shape']['T']} tokens"))
         parts.append(markdown(["forward + backward as a CUDA graph", f"`{peers.COMPILED}`", *(f"`{arm}`" for arm in arms)], rows))
     return "\n\n".join(parts)
 
@@ -234,7 +214,8 @@ def _peers_table(record: Record) -> str:
         total = ms[f"{arm}_total"]
         times = (f"{ms[f'{arm}_{stage}']:.2f}" for stage in ("forward", "backward", "total"))
         off = (f"{error['all']:.2%} / {error['row']:.1%}" if "row" in error else f"{error['all']:.2%}" for error in errors.values())
-        kept, host = f"{record['saved_bytes'][arm] / 2**20:.0f}", (_host_us(record, field, [arm]) for field in _HOST_FIELDS)
+        kept = f"{record['saved_bytes'][arm] / 2**20:.0f}"
+        host = (f"{record[field][arm]:.0f}" if field in record else "-" for field in _HOST_FIELDS)
         rows.append([f"`{arm}`", *times, f"{ms[f'{peers.COMPILED}_total'] / total:.2f}x", *off, kept, *host])
     off_columns = (f"error of {name}, all / worst row" for name in peers.RESULTS)
     times_columns = "forward, ms", "backward", "both", f"against `{peers.COMPILED}`"
@@ -242,26 +223,22 @@ def _peers_table(record: Record) -> str:
     return markdown([f"{record_place(record)}, {record['model']}, {shape_text(record)}", *columns], rows)
 
 
-def _host_us(record: Record, field: str, arms: Iterable[str]) -> str:
-    """The arms' microseconds; "-" for a record that is older than the field."""
-    return " / ".join(f"{record[field][arm]:.0f}" for arm in arms) if field in record else "-"
-
-
 def linears_table(records: Records) -> str:
-    """Dense linear layers: speed against torch.nn.Linear with its limit, error of dW against float64, time on the host."""
-    arms = dense_linears.OURS
-    rows = []
+    """Dense linear layers: speed against torch.nn.Linear with its limit, and time on the host; a cell has those of all devices."""
+    base, ours = dense_linears.LINEAR, dense_linears.OURS
+    places = list(dict.fromkeys(map(record_place, records)))
+    host_columns = *(f"host, us: `{arm}`" for arm in (base, "mx")), "`mx`, backward in the calling thread"
+    columns = f"`{base}`, ms", *(f"`{arm}`" for arm in ours), *host_columns
+    found: dict[str, dict[str, list[str]]] = {}
     for record in records:
-        shape, ms = record["shape"], median_ms(record)
-        what = f"{record_place(record)}, {shape['T']} tokens, {shape['K']} -> {shape['N']}"
-        speeds = (ratio_of_limit(record, f"{arm}_vs_linear") for arm in arms)
-        off = " / ".join(f"{record['errors'][arm]['dw']['all']:.2%}" for arm in arms)
-        host = (_host_us(record, field, (dense_linears.LINEAR, *arms)) for field in _HOST_FIELDS)
-        rows.append([what, f"{ms[f'{dense_linears.LINEAR}_total']:.2f} ms", *speeds, off, *host])
-    names = " / ".join(f"`{arm}`" for arm in arms)
-    host_columns = f"host, us: `linear` / {names}", "the same, backward in the calling thread"
-    columns = "forward + backward: `linear`", *(f"`{arm}`" for arm in arms), f"error of dW, {names}", *host_columns
-    return markdown(["a dense linear layer", *columns], rows)
+        shape = record["shape"]
+        cells = [f"{median_ms(record)[f'{base}_total']:.2f}", *(ratio_of_limit(record, f"{arm}_vs_{base}") for arm in ours)]
+        hosts = record["host_us"][base], record["host_us"]["mx"], record.get("host_us_calling_thread", {}).get("mx")
+        cells += ["-" if us is None else f"{us:.0f}" for us in hosts]
+        found.setdefault(f"{shape['T']} tokens, {shape['K']} -> {shape['N']}", {})[record_place(record)] = cells
+    missing = ["-"] * len(columns)
+    rows = [[what, *map(" / ".join, zip(*(of.get(place, missing) for place in places), strict=True))] for what, of in found.items()]
+    return markdown([f"a dense linear layer, forward + backward, {' / '.join(places)}", *columns], rows)
 
 
 def transformers_step_table(records: Records) -> str:
@@ -317,18 +294,16 @@ def a2a_table(records: Records) -> str:
 
 
 def pipeline_tables(records: Records) -> str:
-    """torchao's tutorial table of every arm of ours against both baselines, for every device and world size."""
+    """torchao's tutorial table of every arm of ours against both baselines, of the records of one run."""
     parts = []
-    for group in by_run(records).values():
-        timed = {arm: what for arm, what in _PIPELINES.items() if all(f"{arm}_total" in record["arms"] for record in group)}
-        for (ours, what), (baseline, against) in itertools.product(timed.items(), PIPELINE_BASELINES.items()):
-            shared = ours == "mxfp8" and group[0].get("mxfp8_over") == "symmetric"
-            place = f"{record_place(group[0])} over {'symmetric memory' if shared else 'NCCL'}"
-            parts.append(f"{what}, {place}, against {against} over NCCL (experts are those of a rank):\n")
-            in_order = sorted(group, key=lambda record: record["routing"] != "balanced")
-            rows = [_tutorial_row(record, baseline, ours) for record in in_order]
-            parts.append(markdown(_TUTORIAL_COLUMNS, rows) + "\n")
-    return "\n".join(parts).rstrip("\n")
+    timed = {arm: what for arm, what in _PIPELINES.items() if all(f"{arm}_total" in record["arms"] for record in records)}
+    in_order = sorted(records, key=lambda record: record["routing"] != "balanced")
+    for (ours, what), (baseline, against) in itertools.product(timed.items(), PIPELINE_BASELINES.items()):
+        shared = ours == "mxfp8" and records[0].get("mxfp8_over") == "symmetric"
+        place = f"{record_place(records[0])} over {'symmetric memory' if shared else 'NCCL'}"
+        parts.append(f"{what}, {place}, against {against} over NCCL (experts are those of a rank):")
+        parts.append(markdown(_TUTORIAL_COLUMNS, [_tutorial_row(record, baseline, ours) for record in in_order]))
+    return "\n\n".join(parts)
 
 
 def _tutorial_row(record: Record, baseline: str, ours: str) -> list[str]:
@@ -466,28 +441,20 @@ def _moe_layers(step: Record) -> str:
     return ("one function" if step["one_function"] else "blocks") + over + graph
 
 
-def worst_db(records: Records) -> list[float]:
-    return [min(record["sqnr_db"][name] for record in records) for name in ("out", "dx", "dw")]
-
-
 def accuracy_table(records: Records) -> str:
     """The worst routing of every device and world size, against the same pipeline in bf16."""
+
+    def place(record: Record) -> tuple[str, int]:
+        return record["device"], record["world_size"]
+
     rows = []
-    by_place = sorted(records, key=lambda record: (record["device"], record["world_size"]))
-    for (device, world), group in by_run(by_place).items():
-        shape = group[0]["shape"]
+    for (device, world), group in itertools.groupby(sorted(records, key=place), place):
+        found = list(group)
+        shape = found[0]["shape"]
         where = "CPU, gloo" if device == "cpu" else f"{device_title(device)}, NCCL"
         where += f", {world} ranks, ({shape['T']}, {shape['D']}) x ({shape['L']}, {shape['N']})"
-        rows.append([where, *(f"{value:.1f} dB" for value in worst_db(group))])
+        rows.append([where, *(f"{min(record['sqnr_db'][name] for record in found):.1f} dB" for name in ("out", "dx", "dw"))])
     return markdown(["five blocks against bf16, worst of balanced, random, starved routing", "out", "dx", "dW"], rows)
-
-
-def by_run(records: Records) -> dict[tuple[str, int], list[Record]]:
-    """Records by device and world size."""
-    runs: dict[tuple[str, int], list[Record]] = {}
-    for record in records:
-        runs.setdefault((record["device"], record["world_size"]), []).append(record)
-    return runs
 
 
 def run_table(name: str, folder: Path = RESULTS) -> str:

@@ -75,7 +75,7 @@ def roofline(gemms: Sequence[Record], movers: Sequence[Record], folder: Path) ->
     axes.set(xscale="log", yscale="log", xlabel="operations per byte of memory traffic", ylabel="TFLOP/s")
     axes.set_yticks([200, 400, 800, 1200], ["200", "400", "800", "1200"], minor=False)
     axes.tick_params(axis="y", which="minor", labelleft=False)
-    axes.set_title("Grouped GEMMs and the measured limits of the GPU", loc="left")
+    axes.set_title(f"Grouped GEMMs and the measured limits of the GPU, {record_place(gemms[0])}", loc="left")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     return _save(figure, "roofline", folder)
 
@@ -211,20 +211,20 @@ def train_step(chosen: Sequence[Record], name: str, folder: Path, one_scale: boo
             axes.set_xlim(0, right)
     scales = "one scale" if one_scale else "each panel has its own scale"
     figure.axes[-1].set_xlabel(f"ms of a traced step on rank 0 ({scales}); exchange: only the exposed time")
-    figure.legend(frameon=False, fontsize=8, ncols=8, columnspacing=1.4, loc="outside lower center")
+    figure.legend(frameon=False, fontsize=8, ncols=4, loc="outside lower center")
     return _save(figure, name, folder)
 
 
 def train_curves(records: Sequence[Record], folder: Path) -> Path:
-    """Loss and tokens per second of every arm by step, on the most ranks: a pair of panels for each run, at most three side by side."""
+    """Loss and tokens per second of every arm by step, on the most ranks: a pair of panels for each run, two side by side."""
     chosen = of_most_ranks(records)
-    columns = min(len(chosen), 3)
+    columns = min(len(chosen), 2)
     rows = math.ceil(len(chosen) / columns)
-    figure, axes = _axes(6.5 * columns, 6.5 * rows, 2 * rows, (3, 2) * rows, columns)
+    figure, axes = _axes(5 * columns, 5.5 * rows, 2 * rows, (3, 2) * rows, columns)
     panels = axes.reshape(rows, 2, columns).swapaxes(1, 2).reshape(-1, 2)
     for (loss, speed), record in zip(panels, chosen, strict=False):
         draw_comparison(loss, speed, runs_of(record), slice(COUNTED.start, -record.get("traced_steps", 1)))  # older records: one
-        loss.set_title(textwrap.fill(_training_title(record), 64), loc="left", fontsize=10)
+        loss.set_title(textwrap.fill(_training_title(record), 55), loc="left", fontsize=9)
         speed.sharex(loss)
     for unused in panels[len(chosen) :].flat:
         unused.remove()

@@ -58,10 +58,7 @@ PUBLISHED = (
 
 
 def rows(records: Sequence[Record]) -> list[list[str]]:
-    """The rows of `COLUMNS`: `PUBLISHED`; then arms of the records that trained one of these models on GPUs, with a forced balance.
-
-    Whole models come before those with fewer layers.
-    """
+    """The rows of `COLUMNS`: `PUBLISHED`; then arms of the records that trained one of these models on GPUs, with a forced balance."""
     found: list[list[str]] = []
     for record in records:
         name, peak = record["model"]["name"], peak_bf16_flops_of(device_title(record["device"]))
@@ -75,7 +72,6 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
             counts = ("" if share is None else f"{share * peak / 1e12:.0f}" for share in shares)
             place = f"{record['world_size']} x {device_title(record['device'])}", f"{arm}", f"{length}"
             found.append([name, "mxep", *place, recomputation_of(record, arm), f"{tps:,.0f}", "", *counts])
-    found.sort(key=lambda row: row[0] not in _MODELS)
     others = []
     for other in PUBLISHED:
         counted = ["", ""]

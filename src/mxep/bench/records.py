@@ -18,6 +18,7 @@ import torch
 
 RESULTS = Path("benchmarks") / "results"
 Record = dict[str, Any]
+_RENAMED = {"MXFP8 passes": "quantise and move rows"}  # names in older records
 
 
 def device_name(device: torch.device) -> str:
@@ -101,7 +102,7 @@ def read_records(benchmark: str, folder: Path = RESULTS) -> list[Record]:
 def records_in(path: Path) -> list[Record]:
     """The records of one file. Raises ValueError when it is not a list of records."""
     try:
-        records = json.loads(path.read_text())
+        records = json.loads(path.read_text(), object_hook=lambda found: {_RENAMED.get(name, name): value for name, value in found.items()})
     except ValueError as problem:
         raise ValueError(f"records: {path} is damaged ({problem}), want a list of records; run the benchmark again") from problem
     if not isinstance(records, list):

@@ -20,7 +20,7 @@ from mxep.bench.layer import BASELINES
 from mxep.bench.markdown_cells import Records, limit_of, markdown
 from mxep.bench.markdown_tables import TABLES, peers_details, peers_speeds, published_table, run_table, trained
 from mxep.bench.plots import draw
-from mxep.bench.records import Record, device_title, median_ms, of_most_ranks, of_newest, read_records, record_place
+from mxep.bench.records import Record, device_title, median_ms, of_most_ranks, of_newest, of_one_device, read_records, record_place
 from mxep.bench.timing import MAX_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 
@@ -223,12 +223,36 @@ _BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the bench
 }
 
 
+def _last_run(records: Records) -> Records:
+    return of_newest(of_most_ranks(records))
+
+
+def _fewest_rows_of_one_device(records: Records) -> Records:
+    """Many rows on all devices; of the launches of few rows the smallest, on one device."""
+    few = of_one_device([record for record in records if "calls" in record])
+    least = min((record["shape"]["T"] for record in few), default=0)
+    return [record for record in records if "calls" not in record or (record in few and record["shape"]["T"] == least)]
+
+
+_SHOWN: dict[str, Callable[[Records], Records]] = {  # which records a block shows, of blocks that do not show all
+    "pipeline": _last_run,
+    "a2a": _last_run,
+    "layer": of_most_ranks,
+    "layer_against_one_gpu": _last_run,
+    "layer_exchanges_alone": lambda records: _last_run(records)[:1],
+    "layer_uneven_loads": _last_run,
+    "peers_details": lambda records: records[:1],
+    "published": of_most_ranks,
+    **dict.fromkeys(("quantize", "rows", "swiglu"), _fewest_rows_of_one_device),
+}
+
+
 def block(name: str) -> str:
     """The block of that name from the records, "" without records. Raises ValueError for an unknown name."""
     if name not in _BLOCKS:
         raise ValueError(f"report: no block {name!r}, want one of {', '.join(_BLOCKS)}")
     write, *benchmarks = _BLOCKS[name]
-    given = [read_records(benchmark) for benchmark in benchmarks]
+    given = [_SHOWN.get(name, list)(read_records(benchmark)) for benchmark in benchmarks]
     if benchmarks != [name]:
         text: str = write(*given)
         return text

@@ -370,7 +370,7 @@ PARTS: dict[str, re.Pattern[str]] = {  # the first match is a kernel's part; of 
     "grouped GEMMs": re.compile(r"fp8_grouped_mm|fp8_wgrad|grouped_mm|grouped_wgrad|GroupProblemShape|gemm_grouped", re.IGNORECASE),
     "attention": re.compile(r"flash|fmha|sdpa|attention|cudnn", re.IGNORECASE),
     "dense GEMMs": re.compile(r"nvjet|gemm|cutlass|cublas|splitK|xmma", re.IGNORECASE),
-    "MXFP8 passes": re.compile(
+    "quantise and move rows": re.compile(  # activations too
         r"quantize|rebase|token_(?:maxima|plan)|activat|place_|expert_rows|_zero_tail|_zero_padding_rows|row_map|segments", re.IGNORECASE
     ),
     "optimizer": re.compile(r"multi_tensor|adam|lerp|foreach", re.IGNORECASE),

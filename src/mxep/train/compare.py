@@ -96,6 +96,7 @@ def draw_comparison(loss: Any, speed: Any, runs: Runs, counted: slice = _COUNTED
         speed.plot(numbers, values, color=f"C{index}", alpha=0.25, linewidth=0.8)
         speed.plot(numbers, smooth(values, max(len(values) // 20, 1)), color=f"C{index}", label=f"{name}: median {median:,.0f}")
     speed.set_ylim(bottom=0)
+    speed.ticklabel_format(axis="y", style="plain")
     speed.set_xlabel("step")
     speed.set_ylabel("tokens per second")
     speed.grid(alpha=0.3)
