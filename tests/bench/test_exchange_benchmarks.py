@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 import torch
 from tests.bench_cases import CPU, FAST, check_schema, check_tables, measured, measured_on_ranks
@@ -9,7 +12,8 @@ from tests.once import once
 from tests.ranks import run_ranks
 from tests.virtual import run_virtual
 
-from mxep.bench import a2a, imbalance, layer, layer_tables, markdown_tables, registry, timing
+from mxep.bench import a2a, command, imbalance, layer, layer_tables, markdown_tables, registry, timing
+from mxep.bench.records import read_records, write_records
 from mxep.cli import main
 from mxep.comm import transport_of
 from mxep.comm.symmetric import SymmetricTransport
@@ -126,6 +130,21 @@ def test_wrong_sizes_of_a_layer(capsys: pytest.CaptureFixture[str]) -> None:
             layer.parse_size(wrong)
     assert main(["bench", "rows", "--device", "cpu", "--quick", "--thiek", "64,32,32,4,2"]) == 2
     assert "mxep bench layer" in capsys.readouterr().err
+
+
+def test_a_layer_of_one_size_leaves_the_records_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = ({"benchmark": "layer", "shape": {"T": tokens}, "routing": "balanced"} for tokens in (32, 64))
+    write_records("layer", "cpu", 1, [old], tmp_path)
+    monkeypatch.setattr(command, "is_rank", lambda: True)
+    monkeypatch.setattr(command, "rank_group", lambda *_: contextlib.nullcontext((CPU, None)))
+    monkeypatch.setattr(command, "run", lambda *_: [new])
+    monkeypatch.setattr(command, "tables", lambda _: [])
+    monkeypatch.setitem(markdown_tables.TABLES, "layer", lambda _: "")
+    run = ["bench", "layer", "--device", "cpu", "--quick", "--record", "--out", str(tmp_path)]
+    assert main([*run, "--thiek", "64,32,32,4,2"]) == 0
+    assert read_records("layer", tmp_path) == [old, new]
+    assert main(run) == 0
+    assert read_records("layer", tmp_path) == [new], "a whole run replaces the file"
 
 
 def test_layer_check_fails_for_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

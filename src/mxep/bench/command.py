@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--record", action="store_true", help="write OUT/NAME-DEVICE-RANKS.json")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder of the record and of train's plot (default {RESULTS})")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu needs --quick: tiny shapes, for CI")
-    parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help="layer: the only size to run; T of all ranks")
+    size = "layer: the only size to run, T of all ranks; records of others stay"
+    parser.add_argument("--thiek", type=parse_size, default=None, metavar="T,H,I,E,K", help=size)
     parser.add_argument("--peers", action="extend", type=split_names, metavar="A,B", help=f"peers: of {', '.join(PEERS)} (default all)")
     only = "peers: only cases whose title contains this; those of a record that are not run stay"
     parser.add_argument("--only", default="", metavar="TEXT", help=only)
@@ -146,7 +147,7 @@ def _measure(options: argparse.Namespace) -> int:
         named = {"size": options.thiek, "peers": peers, "only": options.only, "arms": arms, "cuda_graph": options.cuda_graph}
         setting = Setting(device, options.quick, group, **named, **sizes)
         path = record_path(options.name, device_name(device), setting.world, options.out)
-        old = records_in(path) if (options.only or options.thiek) and path.exists() else []  # read first, since a damaged file is an error
+        old = records_in(path) if (options.only or options.thiek) and path.exists() else []  # first, since a damaged file is an error
         console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
         first = setting.rank == 0
 
