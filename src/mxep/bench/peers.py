@@ -270,9 +270,10 @@ class PeersProblem:
         found = host_facts_of(self.timed, self.setting.device, _HOST_BATCH)
         if self.few:
             found["microbatches"] = MICROBATCHES
+        weights = [self.w1, self.w2, *(tensor for kept in self.kept.values() for tensor in kept.cache.tensors())]
         return found | {
             "errors": self.errors,
-            "saved_bytes": {arm: saved_bytes(stages, (self.w1, self.w2)) for arm, stages in self.timed.items()},
+            "saved_bytes": {arm: saved_bytes(stages, weights) for arm, stages in self.timed.items()},
             "left_out": self.left_out,
         }
 

@@ -126,14 +126,14 @@ def of_most_ranks(records: Sequence[Record]) -> list[Record]:
     return [record for record in found if record["world_size"] == most]
 
 
-def of_newest(records: Sequence[Record]) -> list[Record]:
-    """The records of the last day, of one device: the last by name of those that were measured then.
+def of_newest_device(records: Sequence[Record]) -> list[Record]:
+    """The records of the device that was measured last; of several on that day, the last by name.
 
-    >>> of_newest([{"device": device, "date": f"2026-11-{day}"} for device, day in (("h100", 28), ("h200", 22), ("h200", 28))])
-    [{'device': 'h200', 'date': '2026-11-28'}]
+    >>> of_newest_device([{"device": device, "date": f"2026-11-{day}"} for device, day in (("h100", 28), ("h200", 22), ("h200", 28))])
+    [{'device': 'h200', 'date': '2026-11-22'}, {'device': 'h200', 'date': '2026-11-28'}]
     """
-    last = max(((record["date"], record["device"]) for record in records), default=None)
-    return [record for record in records if (record["date"], record["device"]) == last]
+    _, last = max(((record["date"], record["device"]) for record in records), default=("", ""))
+    return [record for record in records if record["device"] == last]
 
 
 def of_one_device(records: Sequence[Record]) -> list[Record]:

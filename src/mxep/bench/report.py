@@ -20,7 +20,7 @@ from mxep.bench.layer import BASELINES
 from mxep.bench.markdown_cells import Records, limit_of, markdown
 from mxep.bench.markdown_tables import TABLES, peers_details, peers_speeds, published_table, run_table, trained
 from mxep.bench.plots import draw
-from mxep.bench.records import Record, device_title, median_ms, of_most_ranks, of_newest, of_one_device, read_records, record_place
+from mxep.bench.records import Record, device_title, median_ms, of_most_ranks, of_newest_device, of_one_device, read_records, record_place
 from mxep.bench.timing import MAX_SPREAD
 from mxep.bench.training import BASELINE, ONE_FUNCTION
 
@@ -143,11 +143,13 @@ def _training_steps(trainings: Records) -> list[tuple[str, str, float, list[floa
 def summary(pipelines: Records, layers: Records, trainings: Records) -> str:
     """README's table: layers, `ep_grouped_mm` and training steps on the most GPUs, each against the fastest arm in bf16 over NCCL.
 
-    Of the last day, and of one kind of GPU; no run in which MXFP8 is a CUDA graph, which bf16 over NCCL cannot be.
+    Of one kind of GPU. Training steps are those with the options and the routing of the newest one. No run in which MXFP8 is a CUDA graph,
+    which bf16 over NCCL cannot be.
     """
-    alike = [record for record in trainings if "cuda_graph" not in record["options"]]
-    rows = [[*row[:5], row[6]] for row in _speeds(layers, pipelines, of_newest) if not row[0].startswith(_FIVE_BLOCKS)]
-    steps = _training_steps(of_newest(of_most_ranks(alike)))
+    rows = [[*row[:5], row[6]] for row in _speeds(layers, pipelines, of_newest_device) if not row[0].startswith(_FIVE_BLOCKS)]
+    alike = of_newest_device(of_most_ranks([record for record in trainings if "cuda_graph" not in record["options"]]))
+    newest = max(alike, key=lambda record: record["date"], default=None)
+    steps = _training_steps([record for record in alike if newest and all(record[name] == newest[name] for name in ("options", "routing"))])
     options = {what.partition(", ")[2] for what, *_ in steps}
     shared = options.pop() if len(options) == 1 else ""  # said once, below the table
     for what, place, ms, bases in steps:
@@ -224,7 +226,7 @@ _BLOCKS: dict[str, tuple[Any, ...]] = {  # name -> what writes it, and the bench
 
 
 def _last_run(records: Records) -> Records:
-    return of_newest(of_most_ranks(records))
+    return of_newest_device(of_most_ranks(records))
 
 
 def _fewest_rows_of_one_device(records: Records) -> Records:

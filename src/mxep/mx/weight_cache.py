@@ -142,9 +142,13 @@ class WeightCache:
             self._capture = number
         return self._in_graph if number else self._kept
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Data and scales of the weights that are kept now."""
+        return [tensor for kept in (*self._kept.values(), *self._in_graph.values()) for tensor in kept.form]
+
     def nbytes(self) -> int:
         """Bytes of memory that the kept weights take now."""
-        return sum(tensor.nbytes for kept in (*self._kept.values(), *self._in_graph.values()) for tensor in kept.form)
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def __reduce__(self) -> tuple:
         return WeightCache, ()  # a copy is empty and has no weights
