@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,8 @@ def test_arms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str | 
     for extra in (["--no-fused-layer"], *precise, in_mx, ["--cuda-graph"]):
         folder = tmp_path / f"{extra[0][2:]}"
         folder.mkdir()
-        training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder)
+        for _ in training.train_arms([*given, *extra], ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx"], folder):
+            pass
         if extra == ["--no-fused-layer"]:
             assert [*told] == ["mxfp8_wgrad_with_hp", "mxfp8_wgrad_with_mx", "bf16"]
         elif extra in precise:
@@ -318,6 +320,21 @@ def test_both_arms_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert write_beside(record, training.compared, tmp_path) == tmp_path / "train-cpu-1.json"
     want = [*records[:2], record], records[3:]
     assert tuple(json.loads((tmp_path / f"train-cpu-{world}.json").read_text()) for world in (1, 2)) == want, "others stay"
+
+
+def test_an_interrupted_run_leaves_the_arms_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> Iterator[dict]:
+        yield {"mxfp8": metrics(0.1, 4, "dsv3_16b")}
+        yield {"mxfp8": metrics(0.1, 4, "dsv3_16b"), training.ONE_FUNCTION: metrics(0.15, 4, "dsv3_16b")}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train_arms", arms)
+    (tmp_path / "train-cpu-4.json").write_text("[]")
+    with pytest.raises(KeyboardInterrupt):
+        training.measure([], recipes=["mxfp8_wgrad_with_mx"], quick=True, device="cpu", record=True, out=tmp_path, text="command")
+    (left,) = json.loads((tmp_path / "train-cpu-4.json.part").read_text())
+    assert left["ratios"] == {"mxfp8_tokens_per_s_vs_bf16, one function": 1.5}
+    assert json.loads((tmp_path / "train-cpu-4.json").read_text()) == []
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from mxep.bench.ranks import run_child
-from mxep.bench.records import device_name, device_title, origin, write_beside
+from mxep.bench.records import device_name, device_title, origin, write_beside, write_records
 from mxep.bench.tables import table_of
 from mxep.bench.timing import MIN_RUNS, Timing, hold
 from mxep.device import peak_bf16_flops_of
@@ -103,22 +103,29 @@ def options_of(given: Sequence[str]) -> TrainConfig:
     return replace(config, steps=steps)
 
 
-def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Runs `mxep train` in every recipe and in bf16, each in its own folder; returns the records of their metrics, the baseline's last.
+def train_arms(given: Sequence[str], recipes: Sequence[str], folder: Path) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Runs `mxep train` in every recipe and in bf16, each in its own folder; yields after each arm the records of the metrics so far.
+
+    The baseline is the last one.
 
     Raises:
         ValueError: as `options_of`.
         RunFailedError: a run failed; its output is on the terminal.
     """
     config = options_of(given)
-    found = {recipe: _train(given, config, recipe, folder / recipe) for recipe in recipes}
-    run, over = found[recipes[0]][0], ["--transport", "collective"]
-    if run["settings"]["fused_layer"]:
-        eager = [] if run["transport"] is None else ["--no-cuda-graph"]
-        found[ONE_FUNCTION] = _train([*given, *over, *eager], config, BASELINE, folder / ONE_FUNCTION)
-    separate = [*given, *over, "--no-fused-layer", "--no-cuda-graph"]
-    found[BASELINE] = _train(separate, config, BASELINE, folder / BASELINE)
-    return found
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def run(arm: str, recipe: str, *own: str) -> dict[str, list[dict[str, Any]]]:
+        found[arm] = _train([*given, *own], config, recipe, folder / arm)
+        return found
+
+    for recipe in recipes:
+        yield run(recipe, recipe)
+    first, over = found[recipes[0]][0], ("--transport", "collective")
+    if first["settings"]["fused_layer"]:
+        eager = [] if first["transport"] is None else ["--no-cuda-graph"]
+        yield run(ONE_FUNCTION, BASELINE, *over, *eager)
+    yield run(BASELINE, BASELINE, *over, "--no-fused-layer", "--no-cuda-graph")
 
 
 def _train(given: Sequence[str], config: TrainConfig, recipe: str, out: Path) -> list[dict[str, Any]]:
@@ -258,7 +265,7 @@ def runs_of(record: dict[str, Any]) -> Runs:
 
 
 def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str, device: str) -> dict[str, Any]:
-    """The record of all arms; the last one is the baseline."""
+    """The record of these arms; the last one is the baseline."""
     start = next(record for record in next(iter(runs.values())) if record["kind"] == "run")
     settings = start["settings"]
     arms = {arm: arm_of(records, folder / arm / "profile" / "rank_00000.json") for arm, records in runs.items()}
@@ -289,7 +296,7 @@ def record_of(runs: dict[str, list[dict[str, Any]]], folder: Path, command: str,
         "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
         "unsteady": unsteady,
         "limit": {f"{arm}_tokens_per_s_vs_{baseline}": estimate(found, arms[baseline]) for arm, found in arms.items() if arm != baseline},
-        "target": {next(iter(ratios)): _TARGET} if full else {},
+        "target": dict.fromkeys([*ratios][:1], _TARGET) if full else {},
         **origin(command),
     }
 
@@ -333,7 +340,8 @@ def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device
     Args:
         given: options of `mxep train`.  recipes: of MXFP8, one arm each; the first one's speed-up has a target.
         quick: the smallest model, for CI.  device: "cuda" or "cpu".
-        record: write one.  out: folder of the record and of the curves' PNG.  text: the command, for the record.
+        record: write one, and after each arm what is known so far, NAME.json.part.  out: folder of the record and of the curves' PNG.
+        text: the command, for the record.
 
     Raises:
         ValueError: invalid options.  RunFailedError: a run failed.
@@ -345,8 +353,10 @@ def measure(given: Sequence[str], *, recipes: Sequence[str], quick: bool, device
     options = ["--device", device, *small, *given]
     console = Console(width=None if sys.stdout.isatty() else 180, highlight=False)
     with scratch_folder("bench-train") as folder:
-        runs = train_arms(options, recipes, folder)
-        found = record_of(runs, folder, text, device_name(torch.device(device)))
+        for runs in train_arms(options, recipes, folder):
+            found = record_of(runs, folder, text, device_name(torch.device(device)))
+            if record:  # what an interrupted run leaves
+                write_records("train", found["device"], found["world_size"], [found], out, complete=False)
     console.print(steps_table(found))
     for name, ratio in found["ratios"].items():
         halved = found["limit"][name]

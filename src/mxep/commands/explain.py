@@ -127,8 +127,8 @@ def command(argv: Sequence[str]) -> int:
         rows = crossover_rows(recipe)
         tokens = math.ceil(rows * E / (model.top_k * config.ep))
         console.print(
-            f"few tokens: below {tokens:,} tokens a rank ({rows} rows per expert) MXFP8 is slower than bf16, since every call quantises "
-            f"the weights; for a dense linear layer below {rows}. Recipe(hp_below_rows={rows}) multiplies in bf16 there"
+            f"few tokens: below about {tokens:,} tokens a rank ({rows} rows per expert) MXFP8 is slower than bf16, since every call "
+            f"quantises the weights; for a dense linear layer below {rows}. Recipe(hp_below_rows={rows}) multiplies in bf16 there"
         )
         console.print(_linears_table(config, recipe, linears))
     console.print(_recipes_table(config, model))
