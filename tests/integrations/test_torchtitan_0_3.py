@@ -132,5 +132,5 @@ def test_without_torchtitan_the_import_says_what_to_install(monkeypatch: pytest.
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("mxep.integrations.torchtitan_experts.importlib.metadata.version", not_found)
-    with pytest.raises(ImportError, match=r"want 0[.]3; install torchtitan==0[.]3.0"):
+    with pytest.raises(ImportError, match=r"want 0[.]3[.]0; install torchtitan==0[.]3.0"):
         importlib.import_module("mxep.integrations.torchtitan_0_3")

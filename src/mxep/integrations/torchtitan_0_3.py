@@ -23,7 +23,7 @@ from mxep.mx.rows import unflatten_rows
 from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
-require_torchtitan(__name__, "0.3", "install torchtitan==0.3.0", "0.2: mxep.integrations.torchtitan_0_2")
+require_torchtitan(__name__, "0.3.0", "install torchtitan==0.3.0", "0.2: mxep.integrations.torchtitan_0_2")
 
 import spmd_types as spmd  # noqa: E402
 from torchtitan.config import derive, override  # noqa: E402
