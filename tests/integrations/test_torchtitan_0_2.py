@@ -15,6 +15,8 @@ from tests.integrations.titan import PYPROJECT, commands, python_with, run_progr
 from tests.once import once
 from tests.pages import PAGES, ROOT
 
+from mxep.integrations.torchtitan_experts import require_torchtitan
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REQUIREMENTS = [*PYPROJECT["project"]["optional-dependencies"]["torchtitan"], *PYPROJECT["tool"]["uv"]["constraint-dependencies"]]
@@ -229,5 +231,19 @@ def test_without_torchtitan_the_import_says_what_to_install(monkeypatch: pytest.
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("mxep.integrations.torchtitan_experts.importlib.metadata.version", not_found)
-    with pytest.raises(ImportError, match=r"want 0[.]2; install mxep with its extra `torchtitan`"):
+    with pytest.raises(ImportError, match=r"want 0[.]2[.]2; install mxep with its extra `torchtitan`"):
         importlib.import_module("mxep.integrations.torchtitan_0_2")
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.2.0", "0.2.1", "0.3.0", "0.20.2"])
+def test_another_torchtitan_names_the_wanted_one(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """0.2.0 and 0.2.1 too, which have other options and models; 0.2.0 ended in an AttributeError."""
+    monkeypatch.setattr("mxep.integrations.torchtitan_experts.importlib.metadata.version", lambda name: version)
+    with pytest.raises(ImportError, match=rf"torchtitan is {version}, want 0[.]2[.]2; .*[(]0[.]3: mxep.integrations.torchtitan_0_3[)]"):
+        importlib.import_module("mxep.integrations.torchtitan_0_2")
+
+
+@pytest.mark.parametrize("version", ["0.2.2", "0.2.3", "0.2.10", "0.2.2.post1", "0.2.2+cu130"])
+def test_later_patches_are_taken(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("mxep.integrations.torchtitan_experts.importlib.metadata.version", lambda name: version)
+    require_torchtitan("adapter", "0.2.2", "install it", "0.3: another one")

@@ -65,6 +65,29 @@ def test_experts(results: dict, ranks: str, model: str) -> None:
         assert blocks[0] == blocks[1]  # the exchange rounds nothing that the GEMM would not
 
 
+def test_trainer(results: dict) -> None:
+    """torchtitan's own trainer, EP 2: FSDP, clipping, selective recomputation."""
+    runs = results["trained"]
+    assert [runs[name]["error"] for name in ("plain", "hp", "hp blocks", "mxfp8_wgrad_with_hp")] == [None] * 4
+    assert runs["hp blocks"]["steps"] == runs["plain"]["steps"]
+    assert runs["hp"]["kinds"] == ["MXFP8RoutedExperts"]
+    assert runs["hp"]["steps"] != runs["plain"]["steps"]
+    for name, relative in (("hp", 5e-4), ("mxfp8_wgrad_with_hp", 2e-3)):
+        for step, plain in zip(runs[name]["steps"], runs["plain"]["steps"], strict=True):
+            assert step == pytest.approx(plain, rel=relative), name
+
+
+def test_tensor_parallel_biases_are_added_once(results: dict) -> None:
+    """By torchtitan's own forward where it knows the degree; with `spmd_types` it does not, and its output has the bias twice."""
+    runs = results["trained"]
+    assert [runs[f"gpt-oss {name}"]["error"] for name in ("plain", "hp")] == [None] * 2
+    assert runs["gpt-oss hp"]["steps"] == runs["gpt-oss plain"]["steps"]
+    assert runs["gpt-oss hp"]["kinds"] == ["MXFP8RoutedExperts"]
+    for how in ("spmd_types", "spmd_types blocks"):
+        assert runs[f"gpt-oss {how}"]["error"].startswith("ValueError: mxep.integrations.torchtitan_0_3.mxfp8_experts: ")
+        assert "use --parallelism.spmd_backend=partial_dtensor, or expert parallelism" in runs[f"gpt-oss {how}"]["error"]
+
+
 def test_debug_model_learns(results: dict) -> None:
     losses = results["losses"]
     assert losses["hp blocks"] == losses["plain"]
@@ -109,5 +132,5 @@ def test_without_torchtitan_the_import_says_what_to_install(monkeypatch: pytest.
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("mxep.integrations.torchtitan_experts.importlib.metadata.version", not_found)
-    with pytest.raises(ImportError, match=r"want 0[.]3; install torchtitan==0[.]3.0"):
+    with pytest.raises(ImportError, match=r"want 0[.]3[.]0; install torchtitan==0[.]3.0"):
         importlib.import_module("mxep.integrations.torchtitan_0_3")

@@ -1,8 +1,8 @@
 """torchtitan 0.3 with mxep's override on a CPU: config tree, routed experts on one rank and on two (gloo), steps of its debug model.
 
 `python torchtitan_0_3_on_cpu.py COMMANDS.json RESULTS.json`: COMMANDS is a list of torchtitan command lines that switch the override on.
-RESULTS has what test_torchtitan_0_3.py reads.  torchtitan 0.3's trainer wants a GPU, so its modules are called here; the one thing
-replaced is FlexAttention, which has no backward on a CPU.
+RESULTS has what test_torchtitan_0_3.py reads.  Its trainer runs too, on two gloo ranks; what a CPU lacks is put in from here: a device
+module, gloo's sums, text and a tokenizer, and attention, since FlexAttention has no backward on a CPU.
 """
 
 from __future__ import annotations
@@ -18,18 +18,42 @@ import socket
 import sys
 import tempfile
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import spmd_types as spmd
 import torch
+import torch._utils
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torchtitan.config import ConfigManager, apply_overrides
-from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.common.moe import RoutedExperts
+from torch.distributed.fsdp import FSDPModule
+
+# torchtitan asks at import which accelerator there is, and takes "cuda" where there is none.
+_cpu = types.SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in ("device_count", "set_device", "synchronize", "Stream", "stream", "current_stream")},
+    current_device=lambda: 0,
+    get_device_name=lambda device=None: "cpu",
+    get_device_properties=lambda device=None: types.SimpleNamespace(total_memory=1 << 34),
+    memory_stats=lambda device=None: {},
+    reset_peak_memory_stats=lambda: None,
+    empty_cache=lambda: None,
+    is_available=lambda: True,
+)
+_device_module = torch._utils._get_device_module
+torch._utils._get_available_device_type = lambda: "cpu"
+torch._utils._get_device_module = lambda kind: _cpu if kind == "cpu" else _device_module(kind)
+
+from datasets import Dataset  # noqa: E402
+from torchtitan.config import ConfigManager, apply_overrides  # noqa: E402
+from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention  # noqa: E402
+from torchtitan.models.common.moe import RoutedExperts  # noqa: E402
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+import torchtitan_0_2 as benchmark  # noqa: E402  for its tokenizer
 
 TARGET = "mxep.integrations.torchtitan_0_3.mxfp8_experts"
 BASE = ["--module=deepseek_v3", "--config=deepseek_v3_debugmodel"]
@@ -160,20 +184,60 @@ def losses(recipe: str | None, steps: int) -> list[float]:
     return found
 
 
-def rank_main(rank: int, port: int, out: pathlib.Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def compare_on_ranks(rank: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("ep",))
+    return {"deepseek": compare(rank, mesh), "gpt-oss": compare(rank, mesh, GPT_OSS)}
+
+
+def attention(
+    self: Any, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, *, scale: float, out_transform: Callable, **others: Any
+) -> torch.Tensor:
+    """gpt-oss' VarlenAttention as torch operations, without its windows and borders of documents."""
+    q, k, v = (value.transpose(1, 2) for value in (q_BLNH, k_BLNH, v_BLNH))
+    k, v = (value.repeat_interleave(q.shape[1] // k.shape[1], 1) for value in (k, v))
+    logits = (q.float() @ k.float().transpose(-1, -2)) * scale
+    logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    out = (logits.softmax(-1) @ v.float()).to(q.dtype)
+    return out_transform(out.transpose(1, 2), logits.logsumexp(-1).transpose(1, 2))
+
+
+def train(rank: int, options: list[str]) -> dict[str, Any]:
+    """Steps of torchtitan's trainer: [loss, gradient norm] of each, and which modules its routed experts are."""
+    VarlenAttention.__init__, VarlenAttention.forward = lambda self, config: super(VarlenAttention, self).__init__(), attention
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    lines = [pathlib.Path(__file__).read_text()] * 4
+    DATASETS["c4_test"].loader = lambda path: Dataset.from_dict({"text": lines})
+    DATASETS["c4_test"].sample_processor = lambda sample: sample["text"]
+    config = ConfigManager().parse_args(options)
+    if "deepseek_v3" in options[0]:
+        for layer in config.model_spec.model.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    result: dict[str, Any] = {"steps": [], "error": None, "kinds": []}
     try:
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("ep",))
-        found = {"deepseek": compare(rank, mesh), "gpt-oss": compare(rank, mesh, GPT_OSS)}
-        out.with_suffix(f".{rank}").write_text(json.dumps(found))
+        trainer = config.build()
+        trainer.metrics_processor.log = lambda step, loss, most, norm, **more: result["steps"].append([float(loss), float(norm)])
+        modules = [module for part in trainer.model_parts for module in part.modules()]
+        result["kinds"] = sorted({type(module).__name__ for module in modules if isinstance(module, RoutedExperts)})
+        trainer.train()
+        trainer.close()
+    except Exception as error:
+        traceback.print_exc()
+        result["error"] = f"{type(error).__name__}: {error}"
+    return result
+
+
+def rank_main(rank: int, port: int, out: pathlib.Path, run_rank: Callable[[int], Any]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        out.with_suffix(f".{rank}").write_text(json.dumps(run_rank(rank)))
     except BaseException:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(0)  # past gloo's threads, which may still hold tensors
 
 
-def two_ranks() -> list[dict[str, Any]]:
+def two_ranks(run_rank: Callable[[int], Any] = compare_on_ranks) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -183,11 +247,34 @@ def two_ranks() -> list[dict[str, Any]]:
         for rank in range(WORLD_SIZE):
             process = os.fork()
             if process == 0:
-                rank_main(rank, port, out)
+                rank_main(rank, port, out, run_rank)
             ranks.append(process)
         for process in ranks:
             os.waitpid(process, 0)
         return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(WORLD_SIZE)]
+
+
+def trained() -> dict[str, dict[str, Any]]:
+    """Rank 0's results of the trainer's runs.  torchtitan's own exchange needs DTensors here: `spmd_types`, the default, fails on gloo."""
+    steps = ["--training.steps=2", "--training.seq_len=64", "--training.local_batch_size=1", "--debug.seed=0", "--metrics.log_freq=1"]
+    shared = [*steps, "--compile.no-enable", "--training.disable_cuda_graphs", "--lr_scheduler.warmup_steps=0"]
+    dtensors = ["--parallelism.spmd_backend=partial_dtensor"]
+    experts = [*BASE, *shared, "--parallelism.expert_parallel_degree=2"]
+    tensors = [*GPT_OSS, *shared, "--validator.no-enable", "--parallelism.tensor_parallel_degree=2"]
+    runs = {
+        "plain": [*experts, *dtensors],
+        "hp": with_recipe("hp", experts),
+        "hp blocks": with_recipe("hp blocks", experts),
+        "mxfp8_wgrad_with_hp": with_recipe("mxfp8_wgrad_with_hp", experts),
+        "gpt-oss plain": [*tensors, *dtensors],
+        "gpt-oss hp": with_recipe("hp", [*tensors, *dtensors]),
+        "gpt-oss spmd_types": with_recipe("hp", tensors),
+        "gpt-oss spmd_types blocks": with_recipe("hp blocks", tensors),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        benchmark.write_tokenizer(pathlib.Path(folder))
+        here = [f"--hf_assets_path={folder}", f"--dump_folder={folder}/out"]
+        return {name: two_ranks(lambda rank, options=options: train(rank, [*options, *here]))[0] for name, options in runs.items()}
 
 
 def refused() -> dict[str, str]:
@@ -206,6 +293,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     alone = {"deepseek": compare(0, None), "gpt-oss": compare(0, None, GPT_OSS)}
     results = {"two ranks": two_ranks(), "one rank": alone, "tree": tree(), "refused": refused()}
+    results["trained"] = trained()
     results["losses"] = {
         "plain": losses(None, 2),
         "hp": losses("hp", 2),

@@ -26,7 +26,7 @@ from mxep.parallel.forwards import replace_forward
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
 _INSTALL = "install mxep with its extra `torchtitan`, or torchtitan==0.2.2"
-require_torchtitan(__name__, "0.2", _INSTALL, "0.3: mxep.integrations.torchtitan_0_3")
+require_torchtitan(__name__, "0.2.2", _INSTALL, "0.3: mxep.integrations.torchtitan_0_3")
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.expert_parallel import ExpertParallel  # noqa: E402

@@ -23,10 +23,11 @@ from mxep.mx.rows import unflatten_rows
 from mxep.ops.activation.functions import SwiGLU
 from mxep.recipe import DEFAULT_RECIPE, resolve_recipe
 
-require_torchtitan(__name__, "0.3", "install torchtitan==0.3.0", "0.2: mxep.integrations.torchtitan_0_2")
+require_torchtitan(__name__, "0.3.0", "install torchtitan==0.3.0", "0.2: mxep.integrations.torchtitan_0_2")
 
 import spmd_types as spmd  # noqa: E402
 from torchtitan.config import derive, override  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
 from torchtitan.models.common.token_dispatcher import (  # noqa: E402
@@ -80,6 +81,20 @@ class MXFP8GptOssGroupedExperts(_ByRecipe, GptOssGroupedExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssGroupedExperts.Config):
         recipe: str
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """torchtitan's, with a ValueError where it would add a bias once for each rank.
+
+        With `spmd_types` the parameters are plain tensors, and torchtitan 0.3.0 reads the tensor parallel degree, by which it divides the
+        second bias, from DTensors.  The sum over the ranks then has that bias as often as there are ranks.
+        """
+        if parallel_dims.spmd_backend == "spmd_types" and parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
+            raise ValueError(
+                f"{_WHERE}: --parallelism.tensor_parallel_degree={parallel_dims.tp} with --parallelism.spmd_backend=spmd_types, where each "
+                "rank adds the whole second bias of gpt-oss' experts, want it once; use --parallelism.spmd_backend=partial_dtensor, or "
+                "expert parallelism"
+            )
+        super().parallelize(parallel_dims)
 
     def experts(self) -> tuple[ExpertWeights, SwiGLU]:
         return gpt_oss_experts(self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED, self.swiglu_limit)

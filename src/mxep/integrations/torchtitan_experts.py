@@ -7,6 +7,7 @@ imported.
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from typing import Any
 
 from torch import Tensor
@@ -20,12 +21,21 @@ from mxep.recipe import Recipe
 
 
 def require_torchtitan(adapter: str, want: str, install: str, other: str) -> None:
-    """Raises ImportError for the adapter's module unless torchtitan `want` is installed; `other`: where to look with another version."""
+    """Raises ImportError for the adapter's module unless torchtitan `want`, or a later patch of it, is installed.
+
+    Args:
+        adapter: the module's name.
+        want: "0.2.2".
+        install: what to do without it.
+        other: another version, and the adapter for it.
+    """
     try:
         version = importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(f"{adapter}: torchtitan is not installed, want {want}; {install}") from error
-    if not version.startswith(f"{want}."):
+    minor, _, patch = want.rpartition(".")
+    installed = re.match(rf"{re.escape(minor)}\.(\d+)", version)
+    if installed is None or int(installed[1]) < int(patch):
         raise ImportError(f"{adapter}: torchtitan is {version}, want {want}; {install} ({other})")
 
 
