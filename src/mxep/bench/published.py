@@ -70,7 +70,8 @@ def rows(records: Sequence[Record]) -> list[list[str]]:
             tps = step["tokens_per_s"] / record["world_size"]
             shares = utilizations(record, arm).values()  # of the run itself, which knows what it computed twice
             counts = ("" if share is None else f"{share * peak / 1e12:.0f}" for share in shares)
-            place = f"{record['world_size']} x {device_title(record['device'])}", f"{arm}", f"{length}"
+            graph = ", as a CUDA graph" if step.get("cuda_graph") else ""
+            place = f"{record['world_size']} x {device_title(record['device'])}", f"{arm}{graph}", f"{length}"
             found.append([name, "mxep", *place, recomputation_of(record, arm), f"{tps:,.0f}", "", *counts])
     others = []
     for other in PUBLISHED:
