@@ -368,31 +368,27 @@ def lora_convergence_table(records: Records) -> str:
 
 
 def train_table(records: Records) -> str:
-    """Whole training steps: speed, memory and share of the peak of every arm and of the baseline."""
+    """Whole training steps: a row for each arm, the baseline first, with speed, memory, share of the peak and loss."""
     rows = []
     for record in records:
         *ours, baseline = record["arms"]
-        ms = median_ms(record)
-        for arm in ours:
-            arms, ratio = (baseline, arm), f"{arm}_tokens_per_s_vs_{baseline}"
-            steps, limit = [record["steps"][name] for name in arms], record["limit"][ratio]
-            shares = [utilizations(record, name) for name in arms]
-            cells = [
-                [f"{name.split(',')[0]}, {_moe_layers(record['steps'][name])}" for name in arms],
-                [f"{ms[baseline]:.0f}", f"{ms[arm]:.0f} ms"],
-                [f"{mean:.0f}" for name in arms if (mean := mean_ms(record, name)) is not None],
-                [f"{step['tokens_per_s']:,.0f}" for step in steps],
-                [f"{record['ratios'][ratio]:.2f}x"],
-                [f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else ""],
-                [f"{step['memory_gib']:.1f}" for step in steps],
-                [loss_gaps_text(record, arm, baseline)],
-                *([share_text(of[name]) for of in shares] for name in UTILIZATIONS),
-            ]
-            model, _, options = trained(record).partition(", ")
-            rows.append([model, record_place(record), *(" / ".join(cell) for cell in cells), options])
-    gaps = f"loss above bf16's, last {LAST_LOSSES} steps: mean (least to most)"
-    times = "a step, median", "mean, ms", "tokens per second", "faster", "estimate: GEMMs and exchange halved"
-    return markdown(["model", "on", "bf16 / other", *times, "GiB", gaps, *UTILIZATIONS.values(), "trained with"], rows)
+        ms, what = median_ms(record), f"{record_place(record)}, {trained(record)}"
+        for arm in (baseline, *ours):
+            step, name = record["steps"][arm], f"{arm}_tokens_per_s_vs_{baseline}"
+            mean, limit = mean_ms(record, arm), record["limit"].get(name)
+            rows.append([
+                what if arm == baseline else "",
+                f"{arm.split(',')[0]}, {_moe_layers(step)}",
+                f"{ms[arm]:.0f}" if mean is None else f"{ms[arm]:.0f} / {mean:.0f}",
+                f"{step['tokens_per_s'] / record['world_size']:,.0f}",
+                f"{record['ratios'][name]:.2f}x" if name in record["ratios"] else "",
+                f"{limit:.2f}x" if limit and not arm.startswith(BASELINE) else "",
+                f"{step['memory_gib']:.1f}",
+                *map(share_text, utilizations(record, arm).values()),
+                "" if arm == baseline else loss_gaps_text(record, arm, baseline),
+            ])  # fmt: skip
+    columns = "arm", "ms a step, median / mean", "tokens/s a GPU", "faster", "estimate", "GiB", *UTILIZATIONS.values()
+    return markdown(["trained", *columns, f"loss above bf16's, last {LAST_LOSSES} steps: mean (least to most)"], rows)
 
 
 def published_table(records: Records) -> str:
