@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from tests.pages import DOCS
 
 from mxep.cli import main
 from mxep.commands.explain import command, fused_rows, layer_stages
 from mxep.fused import RuntimeEPConfig
+from mxep.models.decoder import moe_config
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import MODELS
+from mxep.moe.router import route
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import resolve_recipe
 from mxep.train.memory import peak_memory
@@ -52,6 +55,69 @@ def test_bytes_sent_are_those_of_the_layer_that_trains(fused: bool, capsys: pyte
     assert recipe.split()[4] == mx
     (degree,) = (line for line in lines if line.split()[:2] == ["4", "16"])
     assert degree.split()[2] == mx
+
+
+@pytest.mark.parametrize(("name", "ep"), [("dsv3_671b", 8), ("dsv3_671b", 64), ("dsv3_small", 4), ("dsv3_16b", 8)])
+def test_rows_are_those_of_the_models_router(name: str, ep: int) -> None:
+    """DeepSeek-V3 takes a token's experts from a few groups, so the token goes to fewer ranks than with a free choice."""
+    model, T = MODELS[name], 4096
+    routing = route(torch.randn(T, model.num_experts), torch.zeros(model.num_experts), moe_config(model))
+    reached = torch.zeros(T, ep).scatter(1, routing.experts // (model.num_experts // ep), 1.0)
+    found = fused_rows(T, model.num_experts, model.top_k, ep, model.num_groups, model.top_groups)["rank_dedup"]
+    assert found == pytest.approx(reached[:, 1:].sum().item(), rel=0.02)
+
+
+def explained(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert command(words.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_ranks_of_a_tp_group_share_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """Outside of attention and dense FFNs a TP rank has its share of the tokens, and sends and keeps rows of that."""
+    whole, shared = (explained(f"--ep 8 --tokens {tokens} {more}", capsys) for tokens, more in ((8192, ""), (16384, "--tp 2 --ranks 8")))
+    parts = ("  T ", " dispatch ", " w1 and w3 ", "sent per layer", " rank_dedup ", " mxfp8_wgrad_with_mx ")
+    for part in parts:
+        assert [line for line in whole.splitlines() if part in line] == [line for line in shared.splitlines() if part in line]
+
+
+def test_ep_degrees_are_those_that_a_run_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+    """EP divides the ranks of a pipeline stage and replica."""
+
+    def degrees(words: str) -> list[int]:
+        table = explained(words, capsys).partition("EP degrees, one MoE layer")[2].partition("TFLOP of a step")[0]
+        return [int(words[0]) for line in table.splitlines() if len(words := line.split()) == 4 and words[0].isdigit()]
+
+    assert degrees("--ep 2 --ranks 16") == [1, 2, 4, 8, 16]
+    assert degrees("--ep 2 --ranks 16 --pp 2") == [1, 2, 4, 8]
+    assert degrees("--ep 2 --ranks 16 --pp 2 --dp-replicate 2") == [1, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["dsv3_16b", "qwen3_30b_a3b"])
+def test_operations_of_a_layer_have_its_flops(name: str) -> None:
+    """Shared experts are a part of the layer: all MoE layers together, and everything else, are what a step is said to take."""
+    model, T = MODELS[name], 4096
+    letters = T, model.dim, model.expert_hidden, model.num_experts, model.top_k, 4
+    of_layer = sum(sum(stage.flops) for stage in layer_stages(*letters, resolve_recipe(None), model.num_shared_experts))
+    dense = model.num_layers * model.attention_matrices() + model.num_dense_layers * 3 * model.dim * model.dense_hidden
+    others = 6 * T * (dense + model.vocab_size * model.dim)
+    assert model.num_moe_layers * of_layer + others == T * flops_per_token(model, 4096).products
+
+
+def test_shared_experts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained("--model dsv3_16b --tokens 65536 --recipe mxfp8_wgrad_with_mx", capsys)
+    (line,) = (line for line in text.splitlines() if " shared w1, w3 " in line)
+    assert line.split()[3:6] == ["65536x2816", "mxfp8", "mxfp8,"]
+    assert "shared w1" not in explained("--model qwen3_30b_a3b", capsys).partition("sent per layer")[0]
+
+
+def test_fewer_tokens_are_advised_only_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipeline gathers the weights of all layers of a stage and adds up their whole gradients, whatever the tokens are."""
+    text = " ".join(explained("--model dsv3_671b --ep 8 --pp 2 --ranks 64 --tokens 4096", capsys).split())
+    assert "more GPUs do not help, nor do fewer --tokens; raise --pp, --ep or --tp" in text
+    assert "lower it" not in text
+    assert "more GPUs do not help at --tokens 4096, lower it" in " ".join(
+        explained("--model dsv3_671b --ep 64 --tokens 4096 --ranks 256", capsys).split()
+    )
 
 
 def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
