@@ -50,7 +50,7 @@ def test_bytes_sent_are_those_of_the_layer_that_trains(fused: bool, capsys: pyte
     assert command(["--ep", "4", "--tokens", str(T), *([] if fused else ["--no-fused-layer"])]) == 0
     lines = capsys.readouterr().out.splitlines()
     way = "as one function" if fused else "in separate blocks"
-    assert any(line.startswith(f"sent per layer and step {way}: {mx} MiB, in bf16 {bf16} MiB (") for line in lines)
+    assert any(line.startswith(f"sent per layer, fwd + bwd, {way}: {mx} MiB, in bf16 {bf16} MiB (") for line in lines)
     (recipe,) = (line for line in lines if line.strip().startswith("mxfp8_wgrad_with_mx "))
     assert recipe.split()[4] == mx
     (degree,) = (line for line in lines if line.split()[:2] == ["4", "16"])
@@ -84,7 +84,7 @@ def test_ep_degrees_are_those_that_a_run_can_have(capsys: pytest.CaptureFixture[
     """EP divides the ranks of a pipeline stage and replica."""
 
     def degrees(words: str) -> list[int]:
-        table = explained(words, capsys).partition("EP degrees, one MoE layer")[2].partition("TFLOP of a step")[0]
+        table = explained(words, capsys).partition("EP degrees, one MoE layer")[2].partition("TFLOP of forward")[0]
         return [int(words[0]) for line in table.splitlines() if len(words := line.split()) == 4 and words[0].isdigit()]
 
     assert degrees("--ep 2 --ranks 16") == [1, 2, 4, 8, 16]

@@ -35,9 +35,10 @@ _GIB_A_GB = 0.99  # that torch sees for each GB in the name of a GPU: 79.2 of an
 
 @dataclass(frozen=True)
 class ExplainConfig:
-    """Shapes, bytes and FLOPs of one MoE layer, FLOPs of a step, the peak memory of a GPU, and what other recipes and EP degrees change.
+    """Shapes, bytes and FLOPs of one MoE layer, FLOPs of the model, the peak memory of a GPU, and what other recipes and EP degrees change.
 
-    Routing is balanced. Nothing is allocated and no GPU is used: any machine plans a run of 256 ranks.
+    Bytes and FLOPs are of one forward and its backward: of a microbatch with --pp or --accumulate. Routing is balanced. Nothing is
+    allocated and no GPU is used: any machine plans a run of 256 ranks.
     """
 
     model: str = "dsv3_16b"
@@ -125,7 +126,7 @@ def command(argv: Sequence[str]) -> int:
     console.print(_stages_table(f"One MoE layer on one rank, recipe {recipe.name}, balanced routing, in separate blocks", stages))
     sent, plain_sent = (_sent(config, model, each) for each in (recipe, resolve_recipe(config.against)))
     if plain_sent:
-        how = f"sent per layer and step {'as one function' if config.fused_layer else 'in separate blocks'}"
+        how = f"sent per layer, fwd + bwd, {'as one function' if config.fused_layer else 'in separate blocks'}"
         console.print(f"{how}: {sent / _MIB:,.0f} MiB, in bf16 {plain_sent / _MIB:,.0f} MiB ({plain_sent / sent:.2f}x)")
     row = record_bytes(D)
     console.print(f"one dispatched row: {D} e4m3 + {D // MX_BLOCK} e8m0 bytes, {row} padded; in bf16 {D * _BF16} ({D * _BF16 / row:.2f}x)")
@@ -371,10 +372,10 @@ def _ep_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Tabl
 
 
 def _flops_table(config: ExplainConfig, seq_len: int, model: ModelConfig) -> Table:
-    """FLOPs of a step of `config.tokens` tokens in the counts of MFU and HFU, by recomputation mode."""
+    """FLOPs of forward and backward of `config.tokens` tokens in the counts of MFU and HFU, by recomputation mode."""
     from mxep.parallel import Recompute
 
-    title = f"TFLOP of a step, forward and backward of {config.tokens:,} tokens in sequences of {seq_len:,}, by --activation-checkpoint"
+    title = f"TFLOP of forward and backward of {config.tokens:,} tokens in sequences of {seq_len:,}, by --activation-checkpoint"
     modes: tuple[Recompute, ...] = get_args(Recompute)
     counts = [flops_per_token(model, seq_len, mode, config.fused_layer) for mode in modes]
     table = _table(title, ("counted",), modes)
