@@ -401,7 +401,7 @@ def _peaks() -> str:
 
 def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: dict[str, str | None]) -> tuple[Table, list[str]]:
     """The peak of the pipeline stage that needs most, by recomputation mode, and a line for each mode that says whether it fits,
-    for "auto" what it keeps.
+    for "auto" what that stage keeps. The first stage has most microbatches in flight, the last one the loss, so modes differ in the stage.
 
     Raises:
         ValueError: degrees that do not fit the ranks or the model.
@@ -419,16 +419,19 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
     options = {**layers, "precision": precision}
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}
-    stage, _ = max(enumerate(by_mode["none"]), key=lambda pair: pair[1].total)
-    peaks = [peaks[stage] for peaks in by_mode.values()]
-    rank = rank_memory(*plan[:4], precision)[stage]
-    choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, microbatches_in_flight(stage, config.pp, "1F1B"), **layers)
-    capacity = int(config.gpu_gb * _GIB_A_GB * _GIB)
-    chosen = choices[last_that_fits(choices, capacity)]
-    peaks.append(chosen.peak)
+    worst = [max(enumerate(of_stages), key=lambda pair: pair[1].total) for of_stages in by_mode.values()]
+    capacity, of_auto = int(config.gpu_gb * _GIB_A_GB * _GIB), []
+    for stage, rank in enumerate(rank_memory(*plan[:4], precision)):
+        in_flight = microbatches_in_flight(stage, config.pp, "1F1B")
+        choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, in_flight, **layers)
+        of_auto.append(choices[last_that_fits(choices, capacity)])
+    stage, chosen = max(enumerate(of_auto), key=lambda pair: pair[1].needed)
+    stages, peaks = zip(*worst, (stage, chosen.peak), strict=True)
     weights = "float32" if config.dtype == "float32" else "bf16"
     title = f"Memory of one of {config.world} ranks, GiB ({weights} weights, bf16 compute), by --activation-checkpoint"
-    table = _table(title if config.pp == 1 else f"{title}; stage {stage} of {config.pp} needs most", ("part",), (*modes, "auto"))
+    table = _table(title, ("part",), (*modes, "auto"))
+    if config.pp > 1:
+        table.add_row(f"stage of 0 to {config.pp - 1} that needs most", *map(str, stages))
     parts = {
         "weights, this rank's shards": [peak.rank.weights for peak in peaks],
         "AdamW's moments": [peak.rank.moments for peak in peaks],
@@ -447,11 +450,11 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
             table.add_row(label, *(f"{size / _GIB:,.2f}" for size in sizes))
     table.add_section()
     table.add_row("peak: parts that exist at once", *(f"{peak.total / _GIB:,.2f}" for peak in peaks))
-    verdicts = []
+    verdicts, each = [], "on each" if config.pp == 1 else "at most"
     for mode, peak in zip(modes, peaks, strict=False):
         enough = ranks_that_fit(*plan, capacity, recompute=mode, **options)
         gpus = f"{config.world} x {config.gpu_gb:g} GB"
-        verdict = f"{'fits' if enough == config.world else 'does not fit'} on {gpus} ({peak.total / _GIB:,.1f} GiB on each)"
+        verdict = f"{'fits' if enough == config.world else 'does not fit'} on {gpus} ({peak.total / _GIB:,.1f} GiB {each})"
         if enough is None:
             fewer = ranks_that_fit(*plan[:4], config.tp, capacity, recompute=mode, **options)  # one token a rank
             less = f"at --tokens {config.tokens}, lower it" if fewer else "nor do fewer --tokens; raise --pp, --ep or --tp"
@@ -459,5 +462,5 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
         elif enough != config.world:
             verdict += f"; needs {enough} GPUs"
         verdicts.append(f"{mode}: {verdict}")
-    verdicts.append(f"auto: {chosen.in_words(capacity)}")
+    verdicts.append(f"auto{'' if config.pp == 1 else f', stage {stage}'}: {chosen.in_words(capacity)}")
     return table, verdicts
