@@ -218,9 +218,9 @@ def test_low_precision_states() -> None:
     assert ranks_that_fit(model, recipe, ParallelDims(), 1, 4096, total - 10**8, precision, recompute="full") == 4
 
 
-def bytes_that_add_up(rank: int, world: int) -> list[tuple[int, int]]:
+def bytes_that_add_up(rank: int, world: int, tp: int) -> list[tuple[int, int]]:
     """(bytes of gradients between two backward passes of a step, the estimate) by dtype of the parameters."""
-    recipe, dims = resolve_recipe("hp"), ParallelDims(ep=world)
+    recipe, dims = resolve_recipe("hp"), ParallelDims(ep=world, tp=tp)
     shape, found = MODELS["dsv3_debug_cpu"], []
     for precision in (StatePrecision(), StatePrecision("adamw8bit", "bfloat16")):
         if world == 1 and precision.torch_dtype == torch.float32:
@@ -229,7 +229,7 @@ def bytes_that_add_up(rank: int, world: int) -> list[tuple[int, int]]:
         (model,) = build_stages(shape, build, build_meshes(world, dims, "cpu"), torch.device("cpu"), 0).values()
         model.set_requires_gradient_sync(False)
         tokens = torch.zeros(1, 64, dtype=torch.int64)
-        model(tokens, tokens).backward()
+        model(tokens, tokens[:, : 64 // tp]).backward()
         groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
         parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
         sums = [p.unsharded_accumulated_grad if p.unsharded_accumulated_grad is not None else p.unsharded_param.grad for p in parameters]
@@ -242,9 +242,9 @@ def bytes_that_add_up(rank: int, world: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradients_that_add_up(world: int) -> None:
-    for taken, estimate in run_ranks(bytes_that_add_up, world)[0]:
+@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (2, 2)])
+def test_gradients_that_add_up(world: int, tp: int) -> None:
+    for taken, estimate in run_ranks(bytes_that_add_up, world, tp)[0]:
         assert taken == estimate
 
 
