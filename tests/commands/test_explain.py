@@ -232,13 +232,17 @@ def test_saved_bytes_depend_on_the_form_of_the_first_product(capsys: pytest.Capt
     assert shown[0] != shown[1]
 
 
-@pytest.mark.parametrize(("recipe", "counted"), [("mxfp8_wgrad_with_mx", True), ("mxfp8_wgrad_with_hp", False)])
-def test_inputs_that_linear_layers_keep_in_mx_are_counted(recipe: str, counted: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--ep", "4", "--tokens", "8192", "--recipe", recipe]) == 0
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "counted"),
+    [("mxfp8_wgrad_with_mx", 65536, True), ("mxfp8_wgrad_with_mx", 8192, False), ("mxfp8_wgrad_with_hp", 65536, False)],
+)
+def test_inputs_that_attention_keeps_in_mx_are_counted(recipe: str, tokens: int, counted: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """With 8192 tokens the dense FFN gains, and attention does not."""
+    assert main(["explain", "--ep", "4", "--tokens", str(tokens), "--recipe", recipe]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "what all layers keep for backward" in line)
     model, dims = MODELS["dsv3_16b"], ParallelDims(ep=4)
     kept = [
-        peak_memory(model, resolve_recipe(recipe), dims, 4, 8192, mx_linears=mx, fused_layer=True)[0].kept / 2**30 for mx in (False, True)
+        peak_memory(model, resolve_recipe(recipe), dims, 4, tokens, mx_linears=mx, fused_layer=True)[0].kept / 2**30 for mx in (False, True)
     ]
     assert kept[1] > kept[0] + 0.1
     assert line.split()[-5] == f"{kept[counted]:,.2f}"

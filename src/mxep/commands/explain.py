@@ -415,7 +415,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
     plan = (model, recipe, config.dims, config.world, config.tokens)
     layers: dict[str, Any] = {name: getattr(config, name) for name in PEAK_OPTIONS}
     precision = StatePrecision(config.optimizer, config.dtype)
-    layers["mx_linears"] = recipe.wgrad == "mx" and None in linears.values()
+    layers["mx_linears"] = recipe.wgrad == "mx" and any(stays is None and ".attention." in name for name, stays in linears.items())
     options = {**layers, "precision": precision}
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}
