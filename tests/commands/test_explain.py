@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from tests.pages import DOCS
 
 from mxep.cli import main
 from mxep.commands.explain import command, fused_rows, layer_stages
 from mxep.fused import RuntimeEPConfig
+from mxep.models.decoder import moe_config
 from mxep.models.flops import flops_per_token
 from mxep.models.presets import MODELS
+from mxep.moe.router import route
+from mxep.parallel import Recompute
 from mxep.parallel_dims import ParallelDims
 from mxep.recipe import resolve_recipe
 from mxep.train.memory import peak_memory
@@ -47,11 +51,74 @@ def test_bytes_sent_are_those_of_the_layer_that_trains(fused: bool, capsys: pyte
     assert command(["--ep", "4", "--tokens", str(T), *([] if fused else ["--no-fused-layer"])]) == 0
     lines = capsys.readouterr().out.splitlines()
     way = "as one function" if fused else "in separate blocks"
-    assert any(line.startswith(f"sent per layer and step {way}: {mx} MiB, in bf16 {bf16} MiB (") for line in lines)
+    assert any(line.startswith(f"sent per layer, fwd + bwd, {way}: {mx} MiB, in bf16 {bf16} MiB (") for line in lines)
     (recipe,) = (line for line in lines if line.strip().startswith("mxfp8_wgrad_with_mx "))
     assert recipe.split()[4] == mx
     (degree,) = (line for line in lines if line.split()[:2] == ["4", "16"])
     assert degree.split()[2] == mx
+
+
+@pytest.mark.parametrize(("name", "ep"), [("dsv3_671b", 8), ("dsv3_671b", 64), ("dsv3_small", 4), ("dsv3_16b", 8)])
+def test_rows_are_those_of_the_models_router(name: str, ep: int) -> None:
+    """DeepSeek-V3 takes a token's experts from a few groups, so the token goes to fewer ranks than with a free choice."""
+    model, T = MODELS[name], 4096
+    routing = route(torch.randn(T, model.num_experts), torch.zeros(model.num_experts), moe_config(model))
+    reached = torch.zeros(T, ep).scatter(1, routing.experts // (model.num_experts // ep), 1.0)
+    found = fused_rows(T, model.num_experts, model.top_k, ep, model.num_groups, model.top_groups)["rank_dedup"]
+    assert found == pytest.approx(reached[:, 1:].sum().item(), rel=0.02)
+
+
+def explained(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert command(words.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_ranks_of_a_tp_group_share_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """Outside of attention and dense FFNs a TP rank has its share of the tokens, and sends and keeps rows of that."""
+    whole, shared = (explained(f"--ep 8 --tokens {tokens} {more}", capsys) for tokens, more in ((8192, ""), (16384, "--tp 2 --ranks 8")))
+    parts = ("  T ", " dispatch ", " w1 and w3 ", "sent per layer", " rank_dedup ", " mxfp8_wgrad_with_mx ")
+    for part in parts:
+        assert [line for line in whole.splitlines() if part in line] == [line for line in shared.splitlines() if part in line]
+
+
+def test_ep_degrees_are_those_that_a_run_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+    """EP divides the ranks of a pipeline stage and replica."""
+
+    def degrees(words: str) -> list[int]:
+        table = explained(words, capsys).partition("EP degrees, one MoE layer")[2].partition("TFLOP of forward")[0]
+        return [int(words[0]) for line in table.splitlines() if len(words := line.split()) == 4 and words[0].isdigit()]
+
+    assert degrees("--ep 2 --ranks 16") == [1, 2, 4, 8, 16]
+    assert degrees("--ep 2 --ranks 16 --pp 2") == [1, 2, 4, 8]
+    assert degrees("--ep 2 --ranks 16 --pp 2 --dp-replicate 2") == [1, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["dsv3_16b", "qwen3_30b_a3b"])
+def test_operations_of_a_layer_have_its_flops(name: str) -> None:
+    """Shared experts are a part of the layer: all MoE layers together, and everything else, are what a step is said to take."""
+    model, T = MODELS[name], 4096
+    letters = T, model.dim, model.expert_hidden, model.num_experts, model.top_k, 4
+    of_layer = sum(sum(stage.flops) for stage in layer_stages(*letters, resolve_recipe(None), model.num_shared_experts))
+    dense = model.num_layers * model.attention_matrices() + model.num_dense_layers * 3 * model.dim * model.dense_hidden
+    others = 6 * T * (dense + model.vocab_size * model.dim)
+    assert model.num_moe_layers * of_layer + others == T * flops_per_token(model, 4096).products
+
+
+def test_shared_experts_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained("--model dsv3_16b --tokens 65536 --recipe mxfp8_wgrad_with_mx", capsys)
+    (line,) = (line for line in text.splitlines() if " shared w1, w3 " in line)
+    assert line.split()[3:6] == ["65536x2816", "mxfp8", "mxfp8,"]
+    assert "shared w1" not in explained("--model qwen3_30b_a3b", capsys).partition("sent per layer")[0]
+
+
+def test_fewer_tokens_are_advised_only_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipeline gathers the weights of all layers of a stage and adds up their whole gradients, whatever the tokens are."""
+    text = " ".join(explained("--model dsv3_671b --ep 8 --pp 2 --ranks 64 --tokens 4096", capsys).split())
+    assert "more GPUs do not help, nor do fewer --tokens; raise --pp, --ep or --tp" in text
+    assert "lower it" not in text
+    assert "more GPUs do not help at --tokens 4096, lower it" in " ".join(
+        explained("--model dsv3_671b --ep 64 --tokens 4096 --ranks 256", capsys).split()
+    )
 
 
 def test_explain_prints_the_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,9 +197,19 @@ def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> Non
     text = " ".join(capsys.readouterr().out.split())
     assert "(bf16 weights, bf16 compute)" in text
     assert "full: fits on 1 x 80 GB" in text
-    assert command(["--layers", "8", "--ep", "1", "--pp", "2", "--tokens", "1024"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "stage 1 of 2 needs most" in text
+
+
+def test_each_mode_has_the_stage_that_needs_most(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where layers keep little, the last stage with its loss needs more than the first one with more microbatches in flight."""
+    modes: tuple[Recompute, ...] = ("none", "keep_moe", "selective", "full")
+    text = explained("--model dsv3_16b --ep 4 --pp 2 --tokens 4096", capsys)
+    plan = MODELS["dsv3_16b"], resolve_recipe("mxfp8_wgrad_with_hp"), ParallelDims(ep=4, pp=2), 8, 4096
+    peaks = [[peak.total / 2**30 for peak in peak_memory(*plan, recompute=mode, fused_layer=True)] for mode in modes]
+    (stages,) = (line for line in text.splitlines() if "stage of 0 to 1 that needs most" in line)
+    assert stages.split()[-5:-1] == [str(totals.index(max(totals))) for totals in peaks] == ["0", "1", "1", "1"]
+    for mode, totals in zip(modes, peaks, strict=True):
+        assert f"{mode}: fits on 8 x 80 GB ({max(totals):,.1f} GiB at most)" in text
+    assert re.search(r"auto, stage \d: of 1[34] layers", text)
 
 
 @pytest.mark.parametrize("columns", ["80", None])
@@ -155,13 +232,17 @@ def test_saved_bytes_depend_on_the_form_of_the_first_product(capsys: pytest.Capt
     assert shown[0] != shown[1]
 
 
-@pytest.mark.parametrize(("recipe", "counted"), [("mxfp8_wgrad_with_mx", True), ("mxfp8_wgrad_with_hp", False)])
-def test_inputs_that_linear_layers_keep_in_mx_are_counted(recipe: str, counted: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--ep", "4", "--tokens", "8192", "--recipe", recipe]) == 0
+@pytest.mark.parametrize(
+    ("recipe", "tokens", "counted"),
+    [("mxfp8_wgrad_with_mx", 65536, True), ("mxfp8_wgrad_with_mx", 8192, False), ("mxfp8_wgrad_with_hp", 65536, False)],
+)
+def test_inputs_that_attention_keeps_in_mx_are_counted(recipe: str, tokens: int, counted: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """With 8192 tokens the dense FFN gains, and attention does not."""
+    assert main(["explain", "--ep", "4", "--tokens", str(tokens), "--recipe", recipe]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "what all layers keep for backward" in line)
     model, dims = MODELS["dsv3_16b"], ParallelDims(ep=4)
     kept = [
-        peak_memory(model, resolve_recipe(recipe), dims, 4, 8192, mx_linears=mx, fused_layer=True)[0].kept / 2**30 for mx in (False, True)
+        peak_memory(model, resolve_recipe(recipe), dims, 4, tokens, mx_linears=mx, fused_layer=True)[0].kept / 2**30 for mx in (False, True)
     ]
     assert kept[1] > kept[0] + 0.1
     assert line.split()[-5] == f"{kept[counted]:,.2f}"

@@ -76,6 +76,23 @@ def test_experts_follow_the_histogram() -> None:
 
 
 @pytest.mark.parametrize(
+    ("histogram", "wanted"),
+    [
+        ([45.0, 25.0, 20.0, 10.0], [0.9, 0.5, 0.4, 0.2]),
+        ([90.0, 5.0, 5.0, 0.0], [1.0, 0.5, 0.5, 0.0]),  # no token goes twice to an expert
+        ([7.0, 0.0, 0.0, 0.0], [1.0, 1 / 3, 1 / 3, 1 / 3]),
+        ([2.0, 2.0, 2.0, 2.0], [0.5, 0.5, 0.5, 0.5]),
+    ],
+)
+def test_several_experts_of_a_token_follow_the_histogram(histogram: list[float], wanted: list[float]) -> None:
+    """Drawn one after the other without replacement, the first expert of the first case had 0.76 rows a token instead of 0.9."""
+    chosen = draw_topk(20000, 2, torch.tensor(histogram), seed=0)
+    rows = torch.bincount(chosen.flatten(), minlength=4) / 20000
+    assert rows.tolist() == pytest.approx(wanted, abs=0.02)
+    assert bool((chosen[:, 0] != chosen[:, 1]).all())
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"D": 33}, "multiple of 32"),

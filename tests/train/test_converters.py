@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.steps import TrainerWithoutPlot, losses_of
+from tests.ranks import run_ranks
+from tests.steps import TrainerWithoutPlot, losses_of, trainer
 from torch import nn
 
 from mxep.models.presets import resolve_model
@@ -149,3 +150,20 @@ def test_linear_options_that_change_nothing_are_reported() -> None:
     (line,) = linear_choice.describe_linears(nn.Linear(4, 4), config)
     assert line == "dense linear layers in high precision: --linear-fqns and --linear-skip change nothing"
     assert linear_choice.describe_linears(nn.Linear(4, 4), TrainConfig(recipe="bf16")) == []
+
+
+def described(rank: int, world: int, out: str, data: str, schedule: str) -> list[str]:
+    only = {"mx_fqns": "layers.3", "linear_fqns": "layers.3.attention.wo", "pp_schedule": schedule, "print_model": True}
+    return trainer(rank, world, out, data=(data,), pp=2, batch=4, steps=1, **only).describe()
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("Interleaved1F1B", 4)])
+def test_a_pipeline_describes_the_layers_of_all_stages(tmp_path: Path, text: str, schedule: str, stages: int) -> None:
+    """Not only those of rank 0, which prints the lines."""
+    for lines in run_ranks(described, 2, str(tmp_path), text, schedule):
+        assert "recipe mxfp8_wgrad_with_hp in 1 of 3 layers," in lines[0]
+        assert f"FSDP2 over the ranks of each stage, {stages} stages of layers over 2 (PP, {schedule})" in lines[1]
+        (linears,) = (line for line in lines if line.startswith("dense linear layers"))
+        assert linears.startswith("dense linear layers in mxfp8_wgrad_with_hp: layers.3.attention.wo; in high precision: ")
+        assert "(3): " in lines[-1]
+        assert "(output): " in lines[-1]

@@ -21,6 +21,7 @@ from mxep.bench.records import RESULTS, read_records
 from mxep.models.families import build_model
 from mxep.models.huggingface_shape import find_model
 from mxep.models.presets import MODELS
+from mxep.models.tensor_parallel_plan import apply_tensor_parallel
 from mxep.moe import FusedMoE, MoE, MoEConfig, RuntimeEPConfig, SharedExperts
 from mxep.parallel import Recompute, build_meshes, convert_linears
 from mxep.parallel_dims import ParallelDims
@@ -139,6 +140,29 @@ def test_block_kept_bytes_are_those_of_a_whole_layer(name: str, index: int, monk
     assert block_kept_bytes(1024, shape, 1, recipe, dense=index < shape.num_dense_layers) == pytest.approx(measured, rel=0.03)
 
 
+def kept_by_a_tp_rank(rank: int, world: int, name: str, index: int) -> tuple[int, int]:
+    """(bytes that one layer saves on a rank of a TP group, the estimate)."""
+    torch.nn.RMSNorm.forward = lambda norm, x: FusedNorm.apply(x, norm.weight, norm.eps)  # type: ignore[method-assign]
+    F.scaled_dot_product_attention = lambda q, k, v, **options: FusedAttention.apply(q, k, v)
+    small = {"dim": 256, "dense_hidden": 512, "expert_hidden": 128, "num_experts": 8, "vocab_size": 256}
+    shape = dataclasses.replace(MODELS[name], **small, num_layers=index + 1, num_heads=4, max_seq_len=1024)
+    recipe, meshes = resolve_recipe("mxfp8_wgrad_with_hp"), build_meshes(world, ParallelDims(ep=1, tp=world), "cpu")
+    model = build_model(shape, recipe, force_balance=True).to(torch.bfloat16)
+    apply_tensor_parallel(model, meshes.tp)
+    layer, x = model.layers[str(index)], torch.randn(1, 1024 // world, 256, dtype=torch.bfloat16, requires_grad=True) * 1
+    table = model.rope(x.device)
+    known = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in layer.parameters()]
+    measured = saved_bytes(lambda: layer(x, table), [*known, table])
+    return measured, block_kept_bytes(1024, shape, 1, recipe, dense=index < shape.num_dense_layers, tp=world)
+
+
+@pytest.mark.parametrize(("name", "index"), [("dsv3_debug", 0), ("dsv3_debug", 1), ("qwen3_debug", 0)])
+def test_a_tp_rank_keeps_its_share(name: str, index: int) -> None:
+    """Rows, hidden columns and heads are divided; latents and the gathered inputs of attention and FFN are not."""
+    for measured, estimate in run_ranks(kept_by_a_tp_rank, 2, name, index):
+        assert estimate == pytest.approx(measured, rel=0.03)
+
+
 def test_every_parameter_is_on_some_rank() -> None:
     model, recipe = MODELS["dsv3_16b"], resolve_recipe(None)
     total = model.parameters()[0]
@@ -154,6 +178,9 @@ def test_every_parameter_is_on_some_rank() -> None:
     (tensor,) = rank_memory(model, recipe, ParallelDims(ep=4, tp=2), 8)
     assert tensor.weights * 2 == pytest.approx(total, rel=1e-3)  # uneven shards are rounded up on this rank
     expert, outside = 3 * 2048 * 1408, 2 * 102400 * 2048 + 2048
+    of_heads = 2048 * 16 * 192 + 512 * 16 * 256 + 16 * 128 * 2048  # wq, wkv_b, wo
+    on_tp_rank = (16 + 1) * expert + 64 * 2048 + of_heads // 2 + model.attention_parameters() - of_heads + 2 * 2048
+    assert tensor.gathered == 2 * 2 * on_tp_rank, "FSDP gathers this rank's heads and hidden columns"
     moe_layer = (8 + 2) * expert + 64 * 2048 + model.attention_parameters() + 2 * 2048
     assert (one.outside, one.gathered) == (2 * outside, 2 * 2 * moe_layer)
     dense_layer = model.attention_parameters() + 2 * 2048 + 3 * 2048 * 10944
@@ -191,9 +218,9 @@ def test_low_precision_states() -> None:
     assert ranks_that_fit(model, recipe, ParallelDims(), 1, 4096, total - 10**8, precision, recompute="full") == 4
 
 
-def bytes_that_add_up(rank: int, world: int) -> list[tuple[int, int]]:
+def bytes_that_add_up(rank: int, world: int, tp: int) -> list[tuple[int, int]]:
     """(bytes of gradients between two backward passes of a step, the estimate) by dtype of the parameters."""
-    recipe, dims = resolve_recipe("hp"), ParallelDims(ep=world)
+    recipe, dims = resolve_recipe("hp"), ParallelDims(ep=world, tp=tp)
     shape, found = MODELS["dsv3_debug_cpu"], []
     for precision in (StatePrecision(), StatePrecision("adamw8bit", "bfloat16")):
         if world == 1 and precision.torch_dtype == torch.float32:
@@ -202,7 +229,7 @@ def bytes_that_add_up(rank: int, world: int) -> list[tuple[int, int]]:
         (model,) = build_stages(shape, build, build_meshes(world, dims, "cpu"), torch.device("cpu"), 0).values()
         model.set_requires_gradient_sync(False)
         tokens = torch.zeros(1, 64, dtype=torch.int64)
-        model(tokens, tokens).backward()
+        model(tokens, tokens[:, : 64 // tp]).backward()
         groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
         parameters = [parameter for group in groups if group is not None for parameter in group.fsdp_params]
         sums = [p.unsharded_accumulated_grad if p.unsharded_accumulated_grad is not None else p.unsharded_param.grad for p in parameters]
@@ -215,9 +242,9 @@ def bytes_that_add_up(rank: int, world: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradients_that_add_up(world: int) -> None:
-    for taken, estimate in run_ranks(bytes_that_add_up, world)[0]:
+@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (2, 2)])
+def test_gradients_that_add_up(world: int, tp: int) -> None:
+    for taken, estimate in run_ranks(bytes_that_add_up, world, tp)[0]:
         assert taken == estimate
 
 

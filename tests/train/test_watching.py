@@ -237,6 +237,20 @@ def test_a_comparison_with_bf16_is_one_with_bf16_as_a_whole(tmp_path: Path, text
     assert arms == [(hp, hp, mx, "hp"), ("bf16", "bf16", "bf16", "hp"), (hp, None, mx, "mxfp8"), ("bf16", None, "bf16", "hp")]
 
 
+def both_of(folder: Path, capsys: pytest.CaptureFixture[str], taken: int, skipped: int) -> str:
+    """What a comparison of two such arms prints."""
+
+    def train(recipe: str, out: Path) -> tuple[int, bool]:
+        out.mkdir(parents=True, exist_ok=True)
+        kinds = ["step"] * taken + ["skipped_step"] * skipped
+        records = [{"kind": kind, "step": step, "loss": 1.0} for step, kind in enumerate(kinds, 1)]
+        (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return 0, False
+
+    assert train_both(("b", "c"), folder, train, taken + skipped) == 0
+    return capsys.readouterr().out
+
+
 def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the other one is not begun: a scheduler that ends a job ends all of it."""
     trained = []
@@ -257,8 +271,8 @@ def test_an_arm_that_was_stopped_is_not_compared(tmp_path: Path, capsys: pytest.
         assert train_both(recipes, tmp_path, train, 5) == 0
         assert trained == arms
         assert message in capsys.readouterr().out
-    assert train_both(("b", "c"), tmp_path, train, 2) == 0
-    assert "2 steps say nothing" in capsys.readouterr().out
+    assert "2 steps say nothing" in both_of(tmp_path, capsys, taken=2, skipped=0)
+    assert "1 steps say nothing" in both_of(tmp_path, capsys, taken=1, skipped=4), "a step that is skipped has no figures"
     assert train_both(("c", "d"), tmp_path, lambda recipe, out: (3, False), 5) == 3
 
 

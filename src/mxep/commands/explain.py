@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -21,21 +22,23 @@ from mxep.parallel_dims import ParallelDims
 from mxep.recipe import RECIPES, Recipe, resolve_recipe
 from mxep.shapes import LEGEND, MX_BLOCK, record_bytes, round_up
 from mxep.train.config import TrainConfig, flag_of
-from mxep.train.resolved_config import resolve
+from mxep.train.resolved_config import ep_degrees, resolve
 
 _BF16 = 2
 # What an H200 sustains: FLOP/s of large products in bf16 and in FP8, bytes/s of passes over memory.
 _BF16_FLOPS, _FP8_FLOPS, _BANDWIDTH = 700e12, 1250e12, 4.2e12
 _QUANTIZED_BYTES = _BF16 + 2  # of a weight's value: read once, written for forward and for dgrad
+_SAMPLED_TOKENS = 8192  # of random routing within groups: 0.3% from the mean
 _MIB, _GIB = 2**20, 2**30
 _GIB_A_GB = 0.99  # that torch sees for each GB in the name of a GPU: 79.2 of an H100 with 80 GB, 139.8 of an H200 with 141
 
 
 @dataclass(frozen=True)
 class ExplainConfig:
-    """Shapes, bytes and FLOPs of one MoE layer, FLOPs of a step, the peak memory of a GPU, and what other recipes and EP degrees change.
+    """Shapes, bytes and FLOPs of one MoE layer, FLOPs of the model, the peak memory of a GPU, and what other recipes and EP degrees change.
 
-    Routing is balanced. Nothing is allocated and no GPU is used: any machine plans a run of 256 ranks.
+    Bytes and FLOPs are of one forward and its backward: of a microbatch with --pp or --accumulate. Routing is balanced. Nothing is
+    allocated and no GPU is used: any machine plans a run of 256 ranks.
     """
 
     model: str = "dsv3_16b"
@@ -54,7 +57,8 @@ class ExplainConfig:
     dp_replicate: int = 1
     """Replicas of the whole model (HSDP)."""
     tokens: int = 16384
-    """T, tokens of one forward on one rank (batch * seq_len; with --pp, microbatch * seq_len)."""
+    """Tokens of one forward on one rank (batch * seq_len; with --pp, microbatch * seq_len). With --tp the ranks of a TP group share them:
+    T, those that a rank routes, is tokens / tp."""
     seq_len: int | None = None
     """Tokens per sequence, which attention's FLOPs depend on. Default: as `mxep train` trains the model."""
     recipe: str = "mxfp8_wgrad_with_hp"
@@ -91,6 +95,11 @@ class ExplainConfig:
     def world(self) -> int:
         return self.ranks or max(self.ep, self.tp) * self.pp * self.dp_replicate
 
+    @property
+    def routed_tokens(self) -> int:
+        """T, tokens that one rank routes in a forward."""
+        return self.tokens // self.tp
+
 
 def command(argv: Sequence[str]) -> int:
     """Print the tables; returns 0. Raises ValueError for a configuration that is not possible."""
@@ -103,21 +112,21 @@ def command(argv: Sequence[str]) -> int:
     shared = {name: value for name, value in vars(config).items() if name in TrainConfig.__dataclass_fields__}
     settings = resolve(TrainConfig(**shared, max_grad_norm=0), "cuda", config.world)  # refuses what `mxep train` refuses
     name, model, recipe = settings.model, settings.choice.shape, resolve_recipe(config.recipe)
-    stages = _stages_of(config, model, recipe)
     linears = _linears(config, model, recipe)
+    stages = _stages_of(config, model, recipe, linears)
     memory, verdicts = _memory(config, model, recipe, linears)
     total, active = model.parameters()
     for note in settings.choice.notes:
         console.print(note)
     console.print(f"{name}: {total / 1e9:.2f} billion parameters, {active / 1e9:.2f} used per token, {model.num_moe_layers} MoE layers")
     D, E = model.dim, model.num_experts
-    letters = {"T": config.tokens, "D": D, "H": model.expert_hidden, "E": E, "C": model.top_k, "W": config.ep, "L": E // config.ep}
+    letters = {"T": config.routed_tokens, "D": D, "H": model.expert_hidden, "E": E, "C": model.top_k, "W": config.ep, "L": E // config.ep}
     for letter, value in letters.items():
         console.print(f"  {letter} {value:>7,}  {LEGEND[letter]}", highlight=False)
     console.print(_stages_table(f"One MoE layer on one rank, recipe {recipe.name}, balanced routing, in separate blocks", stages))
     sent, plain_sent = (_sent(config, model, each) for each in (recipe, resolve_recipe(config.against)))
     if plain_sent:
-        how = f"sent per layer and step {'as one function' if config.fused_layer else 'in separate blocks'}"
+        how = f"sent per layer, fwd + bwd, {'as one function' if config.fused_layer else 'in separate blocks'}"
         console.print(f"{how}: {sent / _MIB:,.0f} MiB, in bf16 {plain_sent / _MIB:,.0f} MiB ({plain_sent / sent:.2f}x)")
     row = record_bytes(D)
     console.print(f"one dispatched row: {D} e4m3 + {D // MX_BLOCK} e8m0 bytes, {row} padded; in bf16 {D * _BF16} ({D * _BF16 / row:.2f}x)")
@@ -139,9 +148,9 @@ def command(argv: Sequence[str]) -> int:
     for verdict in verdicts:
         console.print(verdict, highlight=False)
     console.print(
-        "Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts with more rows than others, tensor"
-        " parallelism's division of attention's activations, what a pipeline's stages receive. --pp is the schedule 1F1B. selective is an"
-        " upper bound. For recorded runs such estimates are between 3% below and 15% above the peak, in bf16 19%."
+        "Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts with more rows than others, what a"
+        " pipeline's stages receive. --pp is the schedule 1F1B. selective is an upper bound. For recorded runs such estimates are between"
+        " 3% below and 15% above the peak, in bf16 19%."
     )
     return 0
 
@@ -158,12 +167,16 @@ class LayerStage:
     flops: tuple[int, int]
 
 
-def layer_stages(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe) -> list[LayerStage]:
-    """The stages of one MoE layer in the order of forward, with balanced routing.
+def layer_stages(
+    T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe, shared: int = 0, shared_in_mx: tuple[bool, bool] = (False, False)
+) -> list[LayerStage]:
+    """The stages of one MoE layer in the order of forward, with balanced routing; shared experts come last.
 
     Args:
         T, D, H, E, C, W: see `mxep.shapes.LEGEND`.
         recipe: precision of each exchange and GEMM.
+        shared: shared experts of hidden width H.
+        shared_in_mx: whether w1 and w3 of the shared experts, and w2, compute in `recipe`; else they compute in bf16.
 
     Raises:
         ValueError: E is not a multiple of W.
@@ -174,7 +187,7 @@ def layer_stages(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe)
     P = round_up(rows + L * recipe.group_size_multiple_of, recipe.group_size_multiple_of)
     rows_off_rank = rows * (W - 1) // W
     wire = {"mxfp8": "mxfp8", "mx": "mxfp8", "hp": "bf16"}
-    gemm = 2 * rows * D * H
+    gemm, shared_gemm = 2 * rows * D * H, 2 * T * D * H * shared
     experts = (wire[recipe.gemm], f"{wire[recipe.gemm]}, {wire[recipe.wgrad]}")  # dgrad, wgrad
     unpermute_backward = "mxfp8" if recipe.quantizes_in_unpermute_backward else wire[recipe.combine_backward]
     nothing = (0, 0)
@@ -182,6 +195,11 @@ def layer_stages(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe)
     def sent(forward: str, backward: str) -> tuple[int, int]:
         return rows_off_rank * _row_bytes(D, forward), rows_off_rank * _row_bytes(D, backward)
 
+    of_shared = [experts if in_mx else ("bf16", "bf16") for in_mx in shared_in_mx]
+    shared_stages = [
+        LayerStage("shared w1, w3", (T, shared * H), *of_shared[0], nothing, (2 * shared_gemm, 4 * shared_gemm)),
+        LayerStage("shared w2", (T, D), *of_shared[1], nothing, (shared_gemm, 2 * shared_gemm)),
+    ]
     return [
         LayerStage("router", (T, C), "float32", "float32", nothing, (2 * T * D * E, 4 * T * D * E)),
         LayerStage("dispatch", (rows, D), wire[recipe.dispatch], "bf16", sent(recipe.dispatch, "hp"), nothing),
@@ -190,6 +208,7 @@ def layer_stages(T: int, D: int, H: int, E: int, C: int, W: int, recipe: Recipe)
         LayerStage("w2", (P, D), *experts, nothing, (gemm, 2 * gemm)),
         LayerStage("unpermute", (rows, D), "bf16", unpermute_backward, nothing, nothing),
         LayerStage("combine", (rows, D), "bf16", wire[recipe.combine_backward], sent("hp", recipe.combine_backward), nothing),
+        *(shared_stages if shared else []),
     ]
 
 
@@ -209,10 +228,17 @@ def crossover_rows(recipe: Recipe) -> int:
     return math.ceil(_QUANTIZED_BYTES / _BANDWIDTH / (flops * (1 / _BF16_FLOPS - 1 / _FP8_FLOPS)))
 
 
-def fused_rows(T: int, E: int, C: int, W: int) -> dict[str, int]:
-    """Rows that leave a rank in one direction of the fused layer, by its exchange mode, expected of random routing."""
+def fused_rows(T: int, E: int, C: int, W: int, num_groups: int = 1, top_groups: int = 1) -> dict[str, int]:
+    """Rows that leave a rank in one direction of the fused layer, by its exchange mode, expected of random routing.
+
+    Args:
+        T, E, C, W: see `mxep.shapes.LEGEND`.
+        num_groups, top_groups: as in `mxep.MoEConfig`. A token whose experts are in few groups goes to fewer ranks.
+    """
     L = E // W
-    reached = 1 - math.comb(E - L, C) / math.comb(E, C)  # probability that one of a token's experts is on a given rank
+    # probability that one of a token's experts is on a given rank
+    free = 1 - math.comb(E - L, C) / math.comb(E, C)
+    reached = _reached_in_groups(E, C, W, num_groups, top_groups) if top_groups < num_groups and W > 1 else free
     return {
         "rank_dedup": round(T * (W - 1) * reached),
         "all_to_all": T * C * (W - 1) // W,
@@ -220,19 +246,44 @@ def fused_rows(T: int, E: int, C: int, W: int) -> dict[str, int]:
     }
 
 
+@functools.cache
+def _reached_in_groups(E: int, C: int, W: int, num_groups: int, top_groups: int) -> float:
+    """Mean share of the ranks that hold an expert of a token, of tokens with random logits: groups with high scores are chosen, so the
+    experts in them are not equally likely, and there is no closed form.
+    """
+    import torch
+
+    import mxep.operators  # noqa: F401, binds torch.ops.mxep
+    from mxep.moe import MoEConfig
+    from mxep.moe.router import route_without_gradient
+
+    router = MoEConfig(MX_BLOCK, MX_BLOCK, E, C, score_function="sigmoid", num_groups=num_groups, top_groups=top_groups)
+    logits = torch.randn(_SAMPLED_TOKENS, E, generator=torch.Generator().manual_seed(0))
+    experts = route_without_gradient(logits, None, router).experts
+    return float(torch.zeros(_SAMPLED_TOKENS, W).scatter(1, experts // (E // W), 1.0).mean())
+
+
+def _fused_rows_of(config: ExplainConfig, model: ModelConfig) -> dict[str, int]:
+    return fused_rows(config.routed_tokens, model.num_experts, model.top_k, config.ep, model.num_groups, model.top_groups)
+
+
 def _row_bytes(width: int, precision: str) -> int:
     return record_bytes(width) if precision == "mxfp8" else width * _BF16
 
 
-def _stages_of(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> list[LayerStage]:
-    return layer_stages(config.tokens, model.dim, model.expert_hidden, model.num_experts, model.top_k, config.ep, recipe)
+def _stages_of(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: dict[str, str | None] | None = None) -> list[LayerStage]:
+    """`linears`: the result of `_linears`; None: none is in MXFP8."""
+    shared = f"layers.{model.num_layers - 1}.moe.shared_experts."
+    in_mx = [(linears or {}).get(shared + name, "") is None for name in ("w1", "w2")]
+    letters = config.routed_tokens, model.dim, model.expert_hidden, model.num_experts, model.top_k, config.ep
+    return layer_stages(*letters, recipe, model.num_shared_experts, (in_mx[0], in_mx[1]))
 
 
 def _sent(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> int:
     """Bytes that leave the rank in one layer, forward and backward: as one function in its default mode, or in separate blocks."""
     if not config.fused_layer:
         return sum(sum(stage.wire_bytes) for stage in _stages_of(config, model, recipe))
-    rows = fused_rows(config.tokens, model.num_experts, model.top_k, config.ep)["rank_dedup"]
+    rows = _fused_rows_of(config, model)["rank_dedup"]
     return rows * sum(_row_bytes(model.dim, wire) for wire in (recipe.dispatch, "hp", "hp", recipe.combine_backward))
 
 
@@ -266,7 +317,7 @@ def _fused_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> T
     """Rows and bytes that the fused layer sends, by its exchange mode."""
     numbers = ("rows", "dispatch, MiB sent\nfwd / bwd", "combine, MiB sent\nfwd / bwd")
     table = _table("The layer as one function (FusedMoE), random routing", ("mode",), numbers)
-    for mode, rows in fused_rows(config.tokens, model.num_experts, model.top_k, config.ep).items():
+    for mode, rows in _fused_rows_of(config, model).items():
         ways = (recipe.dispatch, "hp"), ("hp", recipe.combine_backward)
         sizes = (_pair([rows * _row_bytes(model.dim, precision) / _MIB for precision in wire]) for wire in ways)
         table.add_row(mode, f"{rows:,}", *sizes)
@@ -301,7 +352,7 @@ def _recipes_table(config: ExplainConfig, model: ModelConfig) -> Table:
     from mxep.train.memory import kept_bytes
 
     table = _table("Recipes, one MoE layer on one rank (hp: bf16)", ("recipe", "dispatch", "GEMM", "wgrad"), ("MiB sent", "MiB kept"))
-    letters = (config.tokens, model.dim, model.expert_hidden, model.num_experts, model.top_k, config.ep)
+    letters = (config.routed_tokens, model.dim, model.expert_hidden, model.num_experts, model.top_k, config.ep)
     for recipe in RECIPES.values():
         layer = model.num_shared_experts, recipe, config.fused_layer, config.keep_first_product
         sent, kept = _sent(config, model, recipe), kept_bytes(*letters, *layer)
@@ -312,21 +363,19 @@ def _recipes_table(config: ExplainConfig, model: ModelConfig) -> Table:
 def _ep_table(config: ExplainConfig, model: ModelConfig, recipe: Recipe) -> Table:
     """The same layer at each EP degree: more ranks send more rows, and each gathers fewer experts."""
     table = _table("EP degrees, one MoE layer on one rank", (), ("ranks", "experts", "MiB sent", "MiB of experts\ngathered in bf16"))
-    limit = max(config.ranks or 0, config.ep)
-    for degree in (2**power for power in range(limit.bit_length())):
-        if degree <= limit and model.num_experts % degree == 0:
-            experts = model.num_experts // degree
-            weights = 3 * experts * model.dim * model.expert_hidden * _BF16
-            sent = _sent(dataclasses.replace(config, ep=degree), model, recipe)
-            table.add_row(str(degree), str(experts), f"{sent / _MIB:,.0f}", f"{weights / _MIB:,.0f}")
+    for degree in ep_degrees(config.world // (config.pp * config.dp_replicate), config.tp, model.num_experts):
+        experts = model.num_experts // degree
+        weights = 3 * experts * model.dim * model.expert_hidden * _BF16
+        sent = _sent(dataclasses.replace(config, ep=degree), model, recipe)
+        table.add_row(str(degree), str(experts), f"{sent / _MIB:,.0f}", f"{weights / _MIB:,.0f}")
     return table
 
 
 def _flops_table(config: ExplainConfig, seq_len: int, model: ModelConfig) -> Table:
-    """FLOPs of a step of `config.tokens` tokens in the counts of MFU and HFU, by recomputation mode."""
+    """FLOPs of forward and backward of `config.tokens` tokens in the counts of MFU and HFU, by recomputation mode."""
     from mxep.parallel import Recompute
 
-    title = f"TFLOP of a step, forward and backward of {config.tokens:,} tokens in sequences of {seq_len:,}, by --activation-checkpoint"
+    title = f"TFLOP of forward and backward of {config.tokens:,} tokens in sequences of {seq_len:,}, by --activation-checkpoint"
     modes: tuple[Recompute, ...] = get_args(Recompute)
     counts = [flops_per_token(model, seq_len, mode, config.fused_layer) for mode in modes]
     table = _table(title, ("counted",), modes)
@@ -352,7 +401,7 @@ def _peaks() -> str:
 
 def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: dict[str, str | None]) -> tuple[Table, list[str]]:
     """The peak of the pipeline stage that needs most, by recomputation mode, and a line for each mode that says whether it fits,
-    for "auto" what it keeps.
+    for "auto" what that stage keeps. The first stage has most microbatches in flight, the last one the loss, so modes differ in the stage.
 
     Raises:
         ValueError: degrees that do not fit the ranks or the model.
@@ -366,20 +415,23 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
     plan = (model, recipe, config.dims, config.world, config.tokens)
     layers: dict[str, Any] = {name: getattr(config, name) for name in PEAK_OPTIONS}
     precision = StatePrecision(config.optimizer, config.dtype)
-    layers["mx_linears"] = recipe.wgrad == "mx" and None in linears.values()
+    layers["mx_linears"] = recipe.wgrad == "mx" and any(stays is None and ".attention." in name for name, stays in linears.items())
     options = {**layers, "precision": precision}
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}
-    stage, _ = max(enumerate(by_mode["none"]), key=lambda pair: pair[1].total)
-    peaks = [peaks[stage] for peaks in by_mode.values()]
-    rank = rank_memory(*plan[:4], precision)[stage]
-    choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, microbatches_in_flight(stage, config.pp, "1F1B"), **layers)
-    capacity = int(config.gpu_gb * _GIB_A_GB * _GIB)
-    chosen = choices[last_that_fits(choices, capacity)]
-    peaks.append(chosen.peak)
+    worst = [max(enumerate(of_stages), key=lambda pair: pair[1].total) for of_stages in by_mode.values()]
+    capacity, of_auto = int(config.gpu_gb * _GIB_A_GB * _GIB), []
+    for stage, rank in enumerate(rank_memory(*plan[:4], precision)):
+        in_flight = microbatches_in_flight(stage, config.pp, "1F1B")
+        choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, in_flight, **layers)
+        of_auto.append(choices[last_that_fits(choices, capacity)])
+    stage, chosen = max(enumerate(of_auto), key=lambda pair: pair[1].needed)
+    stages, peaks = zip(*worst, (stage, chosen.peak), strict=True)
     weights = "float32" if config.dtype == "float32" else "bf16"
     title = f"Memory of one of {config.world} ranks, GiB ({weights} weights, bf16 compute), by --activation-checkpoint"
-    table = _table(title if config.pp == 1 else f"{title}; stage {stage} of {config.pp} needs most", ("part",), (*modes, "auto"))
+    table = _table(title, ("part",), (*modes, "auto"))
+    if config.pp > 1:
+        table.add_row(f"stage of 0 to {config.pp - 1} that needs most", *map(str, stages))
     parts = {
         "weights, this rank's shards": [peak.rank.weights for peak in peaks],
         "AdamW's moments": [peak.rank.moments for peak in peaks],
@@ -398,15 +450,17 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
             table.add_row(label, *(f"{size / _GIB:,.2f}" for size in sizes))
     table.add_section()
     table.add_row("peak: parts that exist at once", *(f"{peak.total / _GIB:,.2f}" for peak in peaks))
-    verdicts = []
+    verdicts, each = [], "on each" if config.pp == 1 else "at most"
     for mode, peak in zip(modes, peaks, strict=False):
         enough = ranks_that_fit(*plan, capacity, recompute=mode, **options)
         gpus = f"{config.world} x {config.gpu_gb:g} GB"
-        verdict = f"{'fits' if enough == config.world else 'does not fit'} on {gpus} ({peak.total / _GIB:,.1f} GiB on each)"
+        verdict = f"{'fits' if enough == config.world else 'does not fit'} on {gpus} ({peak.total / _GIB:,.1f} GiB {each})"
         if enough is None:
-            verdict += f"; more GPUs do not help at --tokens {config.tokens}, lower it"
+            fewer = ranks_that_fit(*plan[:4], config.tp, capacity, recompute=mode, **options)  # one token a rank
+            less = f"at --tokens {config.tokens}, lower it" if fewer else "nor do fewer --tokens; raise --pp, --ep or --tp"
+            verdict += f"; more GPUs do not help{' ' if fewer else ', '}{less}"
         elif enough != config.world:
             verdict += f"; needs {enough} GPUs"
         verdicts.append(f"{mode}: {verdict}")
-    verdicts.append(f"auto: {chosen.in_words(capacity)}")
+    verdicts.append(f"auto{'' if config.pp == 1 else f', stage {stage}'}: {chosen.in_words(capacity)}")
     return table, verdicts

@@ -80,10 +80,30 @@ class NetworkProfile:
 
 
 def draw_topk(T: int, C: int, histogram: Tensor, seed: int) -> Tensor:
-    """(T, C) int64: C different experts for each token, each as likely as its share of a histogram (E,) of numbers of at least 0."""
-    generator = torch.Generator(histogram.device).manual_seed(seed)
-    uniform = torch.rand(T, histogram.shape[0], device=histogram.device, generator=generator)
-    return (histogram.float().clamp(min=1e-30).log() - (-uniform.clamp(min=1e-30).log()).log()).topk(C).indices
+    """(T, C) int64: C different experts for each token, so that the rows of all experts are as a histogram (E,) of numbers of at least 0.
+
+    No expert has more than T rows. What a larger share lacks goes to the others, by their shares.  Each token lays the experts in a random
+    order on a line, each as long as its probability, and takes those that C points at distances of 1 hit (systematic sampling): drawing
+    one expert after the other would give busy ones fewer rows than their share.
+    """
+    generator, device = torch.Generator(histogram.device).manual_seed(seed), histogram.device
+    order = torch.rand(T, histogram.shape[0], device=device, generator=generator).argsort(1)
+    ends = _row_shares(histogram.double(), C)[order].cumsum(1)
+    ends[:, -1] = C
+    passed = (ends - torch.rand(T, 1, dtype=torch.float64, device=device, generator=generator)).ceil()  # points before each end
+    hit = passed.diff(dim=1, prepend=passed.new_zeros(T, 1))
+    return order.gather(1, hit.topk(C, dim=1).indices)
+
+
+def _row_shares(histogram: Tensor, C: int) -> Tensor:
+    """(E,) float64, the probability that a token goes to each expert: C times its share, at most 1. They sum to C."""
+    likely, sure = C * histogram / histogram.sum(), torch.zeros_like(histogram, dtype=torch.bool)
+    while bool((likely > 1).any()):
+        sure |= likely >= 1
+        others = torch.where(sure, 0.0, histogram)
+        others = others if bool(others.sum() > 0) else (~sure).double()  # fewer than C experts have rows
+        likely = torch.where(sure, 1.0, (C - int(sure.sum())) * others / others.sum())
+    return likely
 
 
 class NetworkProfiler:

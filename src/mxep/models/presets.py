@@ -145,6 +145,11 @@ class DecoderConfig(ABC):
         """Values per token that one layer's attention keeps for backward, without its input and the softmax statistics."""
 
     @property
+    def attention_latents(self) -> int:
+        """Those of `attention_kept` that belong to no head: tensor parallelism, which divides the heads, computes them on every rank."""
+        return 0
+
+    @property
     def attention_width(self) -> int:
         """Values of a token that one layer's attention hands to its output projection, where value heads are as wide as query heads."""
         return self.scores_width // 2
@@ -203,9 +208,13 @@ class DeepSeekV3Config(DecoderConfig):
     @property
     def attention_kept(self) -> int:
         """Values per token that one layer's attention keeps for backward, without its input and the softmax statistics."""
-        latents = 2 * self.q_lora_rank + 2 * self.kv_lora_rank + self.qk_rope_head_dim  # before and after their norms
         attended = 2 * self.qk_head_dim + self.qk_nope_head_dim + 2 * self.v_head_dim  # q, k, what k and v came out of, the result
-        return latents + self.num_heads * attended
+        return self.attention_latents + self.num_heads * attended
+
+    @property
+    def attention_latents(self) -> int:
+        """Those of `attention_kept` that belong to no head: queries and keys and values before they are projected to heads."""
+        return 2 * self.q_lora_rank + 2 * self.kv_lora_rank + self.qk_rope_head_dim  # before and after their norms
 
     @property
     def attention_width(self) -> int:

@@ -41,8 +41,9 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
         if done < steps or (stopped and recipe == recipes[0]):
             Console().print(f"compare: {recipe} was stopped after step {done} of {steps}, nothing to compare", soft_wrap=True)
             return 0
-    if steps <= _WARM_UP:
-        Console().print(f"compare: {steps} steps say nothing, want more than {_WARM_UP}", soft_wrap=True)
+    taken = min(sum(record["kind"] == "step" for record in records) for records in runs.values())  # the others were skipped
+    if taken <= _WARM_UP:
+        Console().print(f"compare: {taken} steps say nothing, want more than {_WARM_UP}", soft_wrap=True)
         return 0
     summary = summarize(runs)
     (folder / COMPARISON_FILE).write_text(json.dumps(summary, indent=1) + "\n")

@@ -53,6 +53,26 @@ def choose_linears(config: TrainConfig, shape: ModelConfig, tokens: int, device:
     return replace(config, linear_fqns=",".join(name_patterns(chosen, [name for name in by_gain if name not in chosen])))
 
 
+def converts_attention(config: TrainConfig, shape: ModelConfig) -> bool:
+    """Whether linear layers of attention are among those that the options convert.
+
+    >>> from mxep.models.presets import MODELS
+    >>> shape, only = MODELS["dsv3_debug_cpu"], TrainConfig(linear_fqns="layers.*.feed_forward.w1")
+    >>> converts_attention(only, shape), converts_attention(replace(only, linear_fqns="layers.3.attention.wo"), shape)
+    (False, True)
+
+    Args:
+        config: as `choose_linears` returns it.
+    """
+    if linear_recipe(config) is None:
+        return False
+    named = None if config.linear_fqns is None else split_names(config.linear_fqns)
+    with torch.device("meta"):
+        layers = build_model(shape, resolve_recipe("hp")).layers
+    names = [f"layers.{name}" for name, module in layers.named_modules() if ".attention." in name and type(module) is nn.Linear]
+    return any(matches_any(name, named) and not matches_any(name, split_names(config.linear_skip)) for name in names)
+
+
 def describe_linears(model: nn.Module, config: TrainConfig) -> list[str]:
     """A line about the dense linear layers of a built model: which of them compute in MXFP8, and which do not.
 

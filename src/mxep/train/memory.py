@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mxep.device import total_memory
 from mxep.models.loss import CHUNK_TOKENS
@@ -72,9 +74,8 @@ class RankMemory:
 class PeakMemory:
     """Peak memory of one rank, in bytes.
 
-    Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts that get more rows than others, tensor
-    parallelism's division of attention's activations, what a pipeline's stages receive.  tests/train/test_memory.py compares `total` with
-    measured runs.
+    Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts that get more rows than others, what a
+    pipeline's stages receive.  tests/train/test_memory.py compares `total` with measured runs.
 
     Attributes:
         rank: parameters and what follows from them.
@@ -110,7 +111,8 @@ def peak_memory(
 
     Args:
         ranks: of the whole run.
-        tokens: of one forward on one rank (sequences times length); with a pipeline, of one microbatch.
+        tokens: of one forward on one rank (sequences times length), which the ranks of a TP group share; with a pipeline, of one
+            microbatch.
         precision: of parameters and moments.
         options: of `stage_peak`.
 
@@ -182,12 +184,13 @@ def stage_peak(
     """
     dense_first = [True] * rank.dense_layers + [False] * rank.moe_layers
     modes: Sequence[Recompute] = [recompute] * len(dense_first) if isinstance(recompute, str) else recompute
+    own = tokens // dims.tp  # outside of attention and FFN
 
     @functools.cache
     def size(dense: bool, mode: Recompute, compile: bool = False) -> int:
-        kept = block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product, compile)
+        kept = block_kept_bytes(tokens, shape, dims.ep, recipe, dense, fused_layer, mode, keep_first_product, compile, dims.tp)
         if mx_linears and mode == "none":  # beside the bf16 values, which the norm's and attention's own backward reads
-            kept += tokens * (shape.dim + shape.attention_width) * (MX_BLOCK + 1) // MX_BLOCK
+            kept += (tokens * shape.dim + own * shape.attention_width) * (MX_BLOCK + 1) // MX_BLOCK
         return kept if cache_weights else kept + block_kept_weights(shape, dims.ep, recipe, dense, fused_layer, mode)
 
     def backward_of(dense: bool, mode: Recompute) -> int:  # what a compiled layer makes again is there too
@@ -198,10 +201,10 @@ def stage_peak(
     keep_rows = sum(not dense and mode in ("none", "keep_moe") for dense, mode in zip(dense_first, modes, strict=True))
     parts = {
         "kept": in_flight * sum(kept),
-        "received": in_flight * keep_rows * received_bytes(*_moe_letters(tokens, shape, dims.ep), recipe, fused_layer, keep_first_product),
+        "received": in_flight * keep_rows * received_bytes(*_moe_letters(own, shape, dims.ep), recipe, fused_layer, keep_first_product),
         "working": max(map(backward_of, dense_first, modes)),
-        "exchange": 2 * _exchanged_bytes(tokens, shape, dims.ep, fused_layer),
-        "hidden_gradient": tokens * shape.dim * _FLOAT32 if rank.loss else 0,
+        "exchange": 2 * _exchanged_bytes(own, shape, dims.ep, fused_layer),
+        "hidden_gradient": own * shape.dim * _FLOAT32 if rank.loss else 0,
         "cached": rank.quantized if cache_weights else 0,
     }
     if not rank.fsdp and accumulate == 1:
@@ -297,7 +300,8 @@ def memory_of_rank(
         count += local.numel()
         moments += precision.moment_bytes(parameter.shape, local.numel())
         layer = whole.setdefault(name.split(".")[1] if name.startswith("layers.") else "", {})
-        layer[routed] = layer.get(routed, 0) + parameter.numel() // (degrees.ep if routed else 1)
+        divided = degrees.ep if routed else degrees.tp if _is_divided(parameter) else 1  # FSDP gathers this rank's share
+        layer[routed] = layer.get(routed, 0) + parameter.numel() // divided
     outside = sum(whole.pop("", {}).values())
     layers = sorted((sum(groups.values()) for groups in whole.values()), reverse=True)
     experts = sum(groups.get(True, 0) for groups in whole.values())
@@ -317,6 +321,12 @@ def memory_of_rank(
         dense_layers=dense,
         moe_layers=len(layers) - dense,
     )
+
+
+def _is_divided(parameter: Tensor) -> bool:
+    """Whether a parameter outside of routed experts is sharded by tensor parallelism too, not by FSDP alone."""
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return sum(not placement.is_replicate() for placement in placements) > 1
 
 
 def kept_bytes(
@@ -384,28 +394,34 @@ def block_kept_bytes(
     recompute: Recompute = "none",
     keep_first_product: Precision = "hp",
     compile: bool = False,
+    tp: int = 1,
 ) -> int:
     """Bytes that one transformer layer keeps for backward on one rank: its input, norms, attention, FFN or MoE.
 
     Args:
-        T, W: see `mxep.shapes.LEGEND`.
+        T: tokens of the sequences, which the ranks of a TP group share.
+        W: see `mxep.shapes.LEGEND`.
         dense: the layer has a dense FFN.
         fused_layer: its MoE is a `FusedMoE`.
         recompute: as in `mxep.parallel.recompute_blocks`; "selective" is an upper bound.
         keep_first_product, compile: as in `kept_bytes`.
+        tp: the TP degree. Attention, dense and shared FFNs gather their input of all T tokens; attention's latents are of all T as well.
     """
-    D, hidden = model.dim, model.dense_hidden if dense else model.num_shared_experts * model.expert_hidden
+    D, hidden, own = model.dim, model.dense_hidden if dense else model.num_shared_experts * model.expert_hidden, T // tp
     if recompute == "full" or (recompute == "keep_moe" and dense):
-        return T * D * _BF16
+        return own * D * _BF16
+    gathered = T * D if hidden and tp > 1 else 0  # the input of the dense or shared FFN
+    attention = T * model.attention_latents + own * (model.attention_kept - model.attention_latents)
     if recompute == "selective":  # the layer's input and the results of attention, of dense products and of exchanges
-        products = T * (2 * D + model.attention_kept + 2 * hidden + D) * _BF16
-        return products + (0 if dense else _exchanged_bytes(T, model, W, fused_layer))
-    around = T * (4 * D + model.attention_kept) * _BF16  # the layer's input, both norms' results, the input of the second norm
+        products = (own * (2 * D + 2 * hidden + D) + attention + gathered + (T * D if tp > 1 else 0)) * _BF16
+        return products + (0 if dense else _exchanged_bytes(own, model, W, fused_layer))
+    # The layer's input, the first norm's result, which attention gathers, the input of the second norm and its result.
+    around = (2 * own * D + T * D + (gathered if dense and tp > 1 else own * D + gathered) + attention) * _BF16
     if dense:
-        return around + T * ffn_kept_bytes(hidden, compile)
-    around = 2 * T * D * _BF16 if recompute == "keep_moe" else around  # the layer's input and that of its MoE
+        return around + own * ffn_kept_bytes(hidden, compile)
+    around = (2 * own * D + gathered) * _BF16 if recompute == "keep_moe" else around  # the layer's input and that of its MoE
     shared = model.num_shared_experts
-    return around + kept_bytes(*_moe_letters(T, model, W), shared, recipe, fused_layer, keep_first_product, compile)
+    return around + kept_bytes(*_moe_letters(own, model, W), shared, recipe, fused_layer, keep_first_product, compile)
 
 
 def block_kept_weights(model: ModelConfig, W: int, recipe: Recipe, dense: bool, fused_layer: bool, recompute: Recompute) -> int:

@@ -36,7 +36,7 @@ _NOTE_S = 30.0
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Loss in nats per target, norm before clipping, tokens and load over all ranks, memory of rank 0.
+    """One optimizer step. Cross-entropy in nats per target, norm before clipping, tokens and load over all ranks, memory of rank 0.
 
     `tokens_per_s` and `tps` count all tokens of the sequences, `valid_tokens` the targets that the loss counts.
 

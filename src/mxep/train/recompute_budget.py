@@ -29,7 +29,7 @@ from mxep.parallel_dims import ParallelDims
 from mxep.recipe import Recipe, resolve_recipe
 from mxep.train.build import state_precision
 from mxep.train.config import TrainConfig
-from mxep.train.linear_choice import linear_recipe
+from mxep.train.linear_choice import converts_attention, linear_recipe
 from mxep.train.memory import PEAK_OPTIONS, PeakMemory, RankMemory, memory_of_rank, stage_peak
 from mxep.train.resolved_config import ResolvedConfig
 
@@ -112,7 +112,7 @@ def agree_on_recompute(
     dims, stage = settings.degrees, meshes.pp.get_local_rank()
     options: dict[str, Any] = {name: getattr(config, name) for name in PEAK_OPTIONS}
     linears = linear_recipe(config)
-    options["mx_linears"] = linears is not None and linears.wgrad == "mx" and config.linear_fqns != ""
+    options["mx_linears"] = linears is not None and linears.wgrad == "mx" and converts_attention(config, shape)
     rank = memory_of_rank(shape, recipe, meshes, state_precision(config), config.pp_schedule)
     # Experts GEMM by GEMM, and experts that are not converted, keep what they keep in high precision.
     as_one = (config.fused_layer or config.fused_experts) and config.mx_fqns == TrainConfig.mx_fqns

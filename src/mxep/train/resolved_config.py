@@ -221,8 +221,7 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         degrees = f"--dp-replicate={config.dp_replicate} --dp-shard={config.dp_shard} --tp={config.tp} --pp={config.pp}"
         raise ValueError(f"{degrees}: their product is not the {world} ranks; change a degree or --nproc")
     shards, tp = dp_shard * config.tp, config.tp
-    fitting = [d for d in range(1, shards + 1) if shards % d == 0 and max(d, tp) % min(d, tp) == 0 and shape.num_experts % d == 0]
-    ep = config.ep or max(fitting)
+    ep = config.ep or max(ep_degrees(shards, tp, shape.num_experts))
     if shards % ep:
         of = "" if shards == world else " of one stage and replica"
         raise ValueError(f"--ep={ep} does not divide the {shards} ranks{of}; choose a divisor, or leave --ep out")
@@ -254,6 +253,15 @@ def resolve(config: TrainConfig, device_type: str, world: int) -> ResolvedConfig
         checkpoint_every=config.checkpoint_every or min(-(-steps // 10), MAX_CHECKPOINT_EVERY),
         degrees=dims,
     )
+
+
+def ep_degrees(shards: int, tp: int, experts: int) -> list[int]:
+    """The EP degrees that the ranks of a stage and replica can have, ascending.
+
+    >>> ep_degrees(8, 2, 64), ep_degrees(12, 4, 96)
+    ([1, 2, 4, 8], [1, 2, 4, 12])
+    """
+    return [d for d in range(1, shards + 1) if shards % d == 0 and max(d, tp) % min(d, tp) == 0 and experts % d == 0]
 
 
 def never_used(config: TrainConfig, shape: ModelConfig, steps: int, seq_len: int) -> Iterator[str]:

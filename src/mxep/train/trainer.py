@@ -33,9 +33,10 @@ from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
 from mxep.parallel import Recompute, build_meshes, cache_quantized_weights
+from mxep.parallel.pipeline_parallel import stages_per_rank
 from mxep.recipe import resolve_recipe
 from mxep.step_graph import StepGraph
-from mxep.train.build import build_options, build_stages, merge_stages, state_precision
+from mxep.train.build import build_options, build_stages, build_whole, merge_stages, state_precision
 from mxep.train.checkpoint import Manifest, load_checkpoint, open_checkpoint
 from mxep.train.checkpoint_writer import CheckpointWriter
 from mxep.train.config import TrainConfig, save_config
@@ -228,21 +229,24 @@ class Trainer:
         compute += "" if not c.cuda_graph else ", steps as a CUDA graph"
         if not c.fused_layer:
             compute += ", MoE layers in separate blocks" + ("" if c.fused_experts else ", experts GEMM by GEMM")
-        layers = self.model.moe_layers()
+        model = self.model if c.pp == 1 else build_whole(self.shape, build_options(c))  # this rank has the layers of its stages only
+        layers = model.moe_layers()
         masked = ", attention within documents" if c.mask_documents else ""
         converted = sum(layer.experts.recipe == self.recipe for layer in layers)
         which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
         output = resolve_recipe(c.output_recipe)
         which += f", output projection in {output.name}" if output.gemm == "mxfp8" else ""
-        shared = "FSDP2 over all of them" if isinstance(self.microbatches.model, FSDPModule) else "no FSDP"
+        over = "all of them" if c.pp == 1 else "the ranks of each stage"
+        shared = f"FSDP2 over {over}" if isinstance(self.microbatches.model, FSDPModule) else "no FSDP"
         shared = f"{c.dp_replicate} replicas, FSDP2 inside them" if c.dp_replicate > 1 else shared
-        shared += f", {c.pp} stages of layers (PP, {c.pp_schedule})" if c.pp > 1 else ""
+        stages = c.pp * stages_per_rank(c.pp_schedule)
+        shared += f", {stages} stages of layers over {c.pp} (PP, {c.pp_schedule})" if c.pp > 1 else ""
         shared += f", attention and dense FFN over {c.tp} (TP)" if c.tp > 1 else ""
         transport = "" if self.transport is None else f" by {self.transport.name} transport"
         return [
             f"model {s.model}: {total:,} parameters, {active:,} used by a token; recipe {self.recipe.name}{which}, {compute}",
             f"ranks {where}: {shared}, experts over {s.ep} (EP){transport}; {self.tokens_per_step:,} tokens a step",
-            *describe_linears(self.model, c),
+            *describe_linears(model, c),
             *describe_recompute(c, self.recompute, ranks.device),
             describe_router(self.shape, ranks.device.type),
             f"data {source}: {corpus.num_train_documents:,} documents, {len(corpus.train):,} tokens ({self.tokenizer.name}){masked}",
@@ -260,7 +264,7 @@ class Trainer:
                 else []
             ),
             *(never_used(c, s.choice.shape, s.steps, s.seq_len) if c.resume else ()),
-            *([str(self.model)] if c.print_model else []),
+            *([str(model)] if c.print_model else []),
         ]
 
     def facts(self) -> dict[str, Any]:
