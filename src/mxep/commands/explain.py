@@ -236,9 +236,9 @@ def fused_rows(T: int, E: int, C: int, W: int, num_groups: int = 1, top_groups: 
         num_groups, top_groups: as in `mxep.MoEConfig`. A token whose experts are in few groups goes to fewer ranks.
     """
     L = E // W
-    # probability that one of a token's experts is on a given rank
-    free = 1 - math.comb(E - L, C) / math.comb(E, C)
-    reached = _reached_in_groups(E, C, W, num_groups, top_groups) if top_groups < num_groups and W > 1 else free
+    reached = 1 - math.comb(E - L, C) / math.comb(E, C)  # probability that one of a token's experts is on a given rank
+    if top_groups < num_groups and W > 1:
+        reached = _reached_in_groups(E, C, W, num_groups, top_groups)
     return {
         "rank_dedup": round(T * (W - 1) * reached),
         "all_to_all": T * C * (W - 1) // W,

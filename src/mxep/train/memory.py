@@ -415,8 +415,9 @@ def block_kept_bytes(
     if recompute == "selective":  # the layer's input and the results of attention, of dense products and of exchanges
         products = (own * (2 * D + 2 * hidden + D) + attention + gathered + (T * D if tp > 1 else 0)) * _BF16
         return products + (0 if dense else _exchanged_bytes(own, model, W, fused_layer))
-    # The layer's input, the first norm's result, which attention gathers, the input of the second norm and its result.
-    around = (2 * own * D + T * D + (gathered if dense and tp > 1 else own * D + gathered) + attention) * _BF16
+    second_norm = gathered if dense and tp > 1 else own * D + gathered  # its result: a dense FFN's input exists gathered alone
+    # The layer's input and that of the second norm, the first norm's result, which attention gathers, and the second norm's.
+    around = (2 * own * D + T * D + second_norm + attention) * _BF16
     if dense:
         return around + own * ffn_kept_bytes(hidden, compile)
     around = (2 * own * D + gathered) * _BF16 if recompute == "keep_moe" else around  # the layer's input and that of its MoE
