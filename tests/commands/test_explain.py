@@ -199,17 +199,21 @@ def test_explain_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert "full: fits on 1 x 80 GB" in text
 
 
-def test_each_mode_has_the_stage_that_needs_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_mode_has_the_pipeline_rank_that_needs_most(capsys: pytest.CaptureFixture[str]) -> None:
     """Where layers keep little, the last stage with its loss needs more than the first one with more microbatches in flight."""
     modes: tuple[Recompute, ...] = ("none", "keep_moe", "selective", "full")
     text = explained("--model dsv3_16b --ep 4 --pp 2 --tokens 4096", capsys)
     plan = MODELS["dsv3_16b"], resolve_recipe("mxfp8_wgrad_with_hp"), ParallelDims(ep=4, pp=2), 8, 4096
     peaks = [[peak.total / 2**30 for peak in peak_memory(*plan, recompute=mode, fused_layer=True)] for mode in modes]
-    (stages,) = (line for line in text.splitlines() if "stage of 0 to 1 that needs most" in line)
+    (stages,) = (line for line in text.splitlines() if "PP rank of 0 to 1 that needs most" in line)
     assert stages.split()[-5:-1] == [str(totals.index(max(totals))) for totals in peaks] == ["0", "1", "1", "1"]
     for mode, totals in zip(modes, peaks, strict=True):
         assert f"{mode}: fits on 8 x 80 GB ({max(totals):,.1f} GiB at most)" in text
-    assert re.search(r"auto, stage \d: of 1[34] layers", text)
+    assert re.search(r"auto, PP rank \d: of 1[34] layers", text)
+    interleaved = explained("--model dsv3_16b --ep 4 --pp 2 --tokens 4096 --pp-schedule Interleaved1F1B", capsys)
+    most = max(peak.total for peak in peak_memory(*plan, schedule="Interleaved1F1B", fused_layer=True)) / 2**30
+    assert most > max(peaks[0])
+    assert f"none: fits on 8 x 80 GB ({most:,.1f} GiB at most)" in interleaved
 
 
 @pytest.mark.parametrize("columns", ["80", None])

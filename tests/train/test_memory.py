@@ -181,6 +181,8 @@ def test_every_parameter_is_on_some_rank() -> None:
     of_heads = 2048 * 16 * 192 + 512 * 16 * 256 + 16 * 128 * 2048  # wq, wkv_b, wo
     on_tp_rank = (16 + 1) * expert + 64 * 2048 + of_heads // 2 + model.attention_parameters() - of_heads + 2 * 2048
     assert tensor.gathered == 2 * 2 * on_tp_rank, "FSDP gathers this rank's heads and hidden columns"
+    (tensor_alone,) = rank_memory(model, recipe, ParallelDims(ep=2, tp=2), 2)
+    assert tensor_alone.gathered == 2 * 2 * (on_tp_rank + 16 * expert), "also where TP is all that shards them: 32 experts, not 16"
     moe_layer = (8 + 2) * expert + 64 * 2048 + model.attention_parameters() + 2 * 2048
     assert (one.outside, one.gathered) == (2 * outside, 2 * 2 * moe_layer)
     dense_layer = model.attention_parameters() + 2 * 2048 + 3 * 2048 * 10944

@@ -59,7 +59,8 @@ def test_the_first_and_last_candidates_are_full_and_none() -> None:
     smallest = round(every[0].needed / (1 - MARGIN)) + 2
     assert set(every[last_that_fits(every, smallest)].modes) == {"full"}
     assert last_that_fits(every, 10**9) == 0, "nothing fits"
-    assert "may run out of memory" in every[0].in_words(10**9)
+    assert "may run out of memory" in every[0].in_words(every[0].needed)
+    assert "more than there is" in every[0].in_words(every[0].needed - 1)
     for choice in every:
         rows = sum(mode != "full" for mode in choice.modes[1:]) * received_bytes(8192, 2048, 1408, 64, 6, 4, MXFP8, fused_layer=True)
         assert choice.needed == choice.peak.total + round(rows / 4), "only what the experts get is uneven"

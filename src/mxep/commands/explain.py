@@ -53,7 +53,9 @@ class ExplainConfig:
     tp: int = 1
     """Tensor-parallel degree of attention and dense FFN."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline-parallel degree."""
+    pp_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"
+    """Memory with this schedule of `mxep train --pp`: "Interleaved1F1B" gives two stages to each rank."""
     dp_replicate: int = 1
     """Replicas of the whole model (HSDP)."""
     tokens: int = 16384
@@ -149,7 +151,7 @@ def command(argv: Sequence[str]) -> int:
         console.print(verdict, highlight=False)
     console.print(
         "Not counted: CUDA's context, NCCL's buffers, cuBLAS's workspaces (up to 0.1 GiB), experts with more rows than others, what a"
-        " pipeline's stages receive. --pp is the schedule 1F1B. selective is an upper bound. For recorded runs such estimates are between"
+        " pipeline's stages receive. selective is an upper bound. For recorded runs such estimates are between"
         " 3% below and 15% above the peak, in bf16 19%."
     )
     return 0
@@ -400,8 +402,8 @@ def _peaks() -> str:
 
 
 def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: dict[str, str | None]) -> tuple[Table, list[str]]:
-    """The peak of the pipeline stage that needs most, by recomputation mode, and a line for each mode that says whether it fits,
-    for "auto" what that stage keeps. The first stage has most microbatches in flight, the last one the loss, so modes differ in the stage.
+    """The peak of the pipeline rank that needs most, by recomputation mode, and a line for each mode that says whether it fits,
+    for "auto" what that rank keeps. The first one has most microbatches in flight, the last one the loss, so modes differ in the rank.
 
     Raises:
         ValueError: degrees that do not fit the ranks or the model.
@@ -416,13 +418,13 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
     layers: dict[str, Any] = {name: getattr(config, name) for name in PEAK_OPTIONS}
     precision = StatePrecision(config.optimizer, config.dtype)
     layers["mx_linears"] = recipe.wgrad == "mx" and any(stays is None and ".attention." in name for name, stays in linears.items())
-    options = {**layers, "precision": precision}
+    options = {**layers, "precision": precision, "schedule": config.pp_schedule}
     modes: tuple[Recompute, ...] = get_args(Recompute)
     by_mode = {mode: peak_memory(*plan, recompute=mode, **options) for mode in modes}
     worst = [max(enumerate(of_stages), key=lambda pair: pair[1].total) for of_stages in by_mode.values()]
     capacity, of_auto = int(config.gpu_gb * _GIB_A_GB * _GIB), []
-    for stage, rank in enumerate(rank_memory(*plan[:4], precision)):
-        in_flight = microbatches_in_flight(stage, config.pp, "1F1B")
+    for stage, rank in enumerate(rank_memory(*plan[:4], precision, config.pp_schedule)):
+        in_flight = microbatches_in_flight(stage, config.pp, config.pp_schedule)
         choices = recompute_choices(rank, model, recipe, config.dims, config.tokens, in_flight, **layers)
         of_auto.append(choices[last_that_fits(choices, capacity)])
     stage, chosen = max(enumerate(of_auto), key=lambda pair: pair[1].needed)
@@ -431,7 +433,7 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
     title = f"Memory of one of {config.world} ranks, GiB ({weights} weights, bf16 compute), by --activation-checkpoint"
     table = _table(title, ("part",), (*modes, "auto"))
     if config.pp > 1:
-        table.add_row(f"stage of 0 to {config.pp - 1} that needs most", *map(str, stages))
+        table.add_row(f"PP rank of 0 to {config.pp - 1} that needs most", *map(str, stages))
     parts = {
         "weights, this rank's shards": [peak.rank.weights for peak in peaks],
         "AdamW's moments": [peak.rank.moments for peak in peaks],
@@ -462,5 +464,5 @@ def _memory(config: ExplainConfig, model: ModelConfig, recipe: Recipe, linears: 
         elif enough != config.world:
             verdict += f"; needs {enough} GPUs"
         verdicts.append(f"{mode}: {verdict}")
-    verdicts.append(f"auto{'' if config.pp == 1 else f', stage {stage}'}: {chosen.in_words(capacity)}")
+    verdicts.append(f"auto{'' if config.pp == 1 else f', PP rank {stage}'}: {chosen.in_words(capacity)}")
     return table, verdicts

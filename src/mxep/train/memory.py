@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mxep.device import total_memory
@@ -105,22 +106,24 @@ def peak_memory(
     ranks: int,
     tokens: int,
     precision: StatePrecision = _FLOAT32_STATE,
+    schedule: PipelineSchedule = "1F1B",
     **options: Any,
 ) -> list[PeakMemory]:
-    """The peak of the first rank of each pipeline stage, assuming balanced experts and the 1F1B schedule.
+    """The peak of the first GPU of each pipeline rank, assuming balanced experts.
 
     Args:
         ranks: of the whole run.
         tokens: of one forward on one rank (sequences times length), which the ranks of a TP group share; with a pipeline, of one
             microbatch.
         precision: of parameters and moments.
+        schedule: of the pipeline.
         options: of `stage_peak`.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
     """
-    found = rank_memory(shape, recipe, dims, ranks, precision)
-    in_flight = [microbatches_in_flight(stage, dims.pp, "1F1B") for stage in range(dims.pp)]
+    found = rank_memory(shape, recipe, dims, ranks, precision, schedule)
+    in_flight = [microbatches_in_flight(stage, dims.pp, schedule) for stage in range(dims.pp)]
     return [stage_peak(rank, shape, recipe, dims, tokens, count, **options) for rank, count in zip(found, in_flight, strict=True)]
 
 
@@ -132,6 +135,7 @@ def ranks_that_fit(
     tokens: int,
     capacity: int,
     precision: StatePrecision = _FLOAT32_STATE,
+    schedule: PipelineSchedule = "1F1B",
     **options: Any,
 ) -> int | None:
     """The fewest ranks, out of `ranks` times powers of two, with every peak at most `capacity` bytes; None if no number is enough.
@@ -139,14 +143,14 @@ def ranks_that_fit(
     More ranks shard the same model further; `dims` and `tokens` are unchanged.
 
     Args:
-        precision, options: of `peak_memory`.
+        precision, schedule, options: of `peak_memory`.
     """
-    stages = rank_memory(shape, recipe, dims, ranks, precision)
+    stages = rank_memory(shape, recipe, dims, ranks, precision, schedule)
     for factor in (2**doublings for doublings in range(_MOST_DOUBLINGS + 1)):
         sizes = [{name: getattr(rank, name) // factor for name in ("weights", "gradients", "moments")} for rank in stages]
         shards = [replace(rank, fsdp=rank.fsdp or factor > 1, **size) for rank, size in zip(stages, sizes, strict=True)]
         peaks = [
-            stage_peak(rank, shape, recipe, dims, tokens, microbatches_in_flight(stage, dims.pp, "1F1B"), **options).total
+            stage_peak(rank, shape, recipe, dims, tokens, microbatches_in_flight(stage, dims.pp, schedule), **options).total
             for stage, rank in enumerate(shards)
         ]
         if max(peaks) <= capacity:
@@ -261,23 +265,30 @@ def check_fits(
 
 @functools.cache
 def rank_memory(
-    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, precision: StatePrecision = _FLOAT32_STATE
+    shape: ModelConfig,
+    recipe: Recipe,
+    dims: ParallelDims,
+    ranks: int,
+    precision: StatePrecision = _FLOAT32_STATE,
+    schedule: PipelineSchedule = "1F1B",
 ) -> tuple[RankMemory, ...]:
-    """The `RankMemory` of the first rank of each pipeline stage.
+    """The `RankMemory` of the first GPU of each pipeline rank.
 
     Raises:
         ValueError: degrees that fit neither the ranks nor the model.
     """
     dims.shards(ranks)
-    return tuple(_of_rank(shape, recipe, dims, ranks, rank, precision) for rank in range(0, ranks, ranks // dims.pp))
+    return tuple(_of_rank(shape, recipe, dims, ranks, rank, precision, schedule) for rank in range(0, ranks, ranks // dims.pp))
 
 
-def _of_rank(shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, rank: int, precision: StatePrecision) -> RankMemory:
+def _of_rank(
+    shape: ModelConfig, recipe: Recipe, dims: ParallelDims, ranks: int, rank: int, precision: StatePrecision, schedule: PipelineSchedule
+) -> RankMemory:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        return memory_of_rank(shape, recipe, build_meshes(ranks, dims, "cpu"), precision)
+        return memory_of_rank(shape, recipe, build_meshes(ranks, dims, "cpu"), precision, schedule)
     finally:
         dist.destroy_process_group()
 
@@ -300,7 +311,7 @@ def memory_of_rank(
         count += local.numel()
         moments += precision.moment_bytes(parameter.shape, local.numel())
         layer = whole.setdefault(name.split(".")[1] if name.startswith("layers.") else "", {})
-        divided = degrees.ep if routed else degrees.tp if _is_divided(parameter) else 1  # FSDP gathers this rank's share
+        divided = degrees.ep if routed else degrees.tp if _is_divided(parameter, meshes.tp) else 1  # FSDP gathers this rank's share
         layer[routed] = layer.get(routed, 0) + parameter.numel() // divided
     outside = sum(whole.pop("", {}).values())
     layers = sorted((sum(groups.values()) for groups in whole.values()), reverse=True)
@@ -323,10 +334,12 @@ def memory_of_rank(
     )
 
 
-def _is_divided(parameter: Tensor) -> bool:
-    """Whether a parameter outside of routed experts is sharded by tensor parallelism too, not by FSDP alone."""
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    return sum(not placement.is_replicate() for placement in placements) > 1
+def _is_divided(parameter: Tensor, tp_mesh: DeviceMesh) -> bool:
+    """Whether a parameter outside of routed experts is sharded by tensor parallelism, not by FSDP alone."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names, tp = parameter.device_mesh.mesh_dim_names or (), tp_mesh.mesh_dim_names or ()
+    return any(name in tp and not placement.is_replicate() for name, placement in zip(names, parameter.placements, strict=True))
 
 
 def kept_bytes(
