@@ -72,6 +72,19 @@ def test_a_verdict_needs_seeds_and_evaluations(seeds: int, steps: int, every: in
     assert range_verdict(found, "mxfp8") == "yes", "an older record"
 
 
+def test_the_table_names_its_baseline() -> None:
+    arms = {name: [metrics(2.0 + seed / 100, 40) for seed in range(3)] for name in ("mxfp8", "long", "bf16")}
+
+    def record(*names: str) -> dict:
+        setting = {"steps": 40, "device": "cpu", "world_size": 1, "shape": {"T": 8}, "model": {"name": "small", "parameters": 1e6}}
+        return {**summarize({name: arms[name] for name in names}, 40), **setting, "lr": 1e-3, "data": {"unit": "byte"}}
+
+    against_long, against_bf16 = record("mxfp8", "long"), record("mxfp8", "bf16")
+    assert "| mean against long | its standard error | within long's seeds |" in markdown_tables.convergence_table([against_long])
+    assert "| mean against bf16 | its standard error | within bf16's seeds |" in markdown_tables.convergence_table([against_bf16])
+    assert "mean against the baseline" in markdown_tables.convergence_table([against_long, against_bf16])
+
+
 def test_no_verdict_on_losses_that_still_fall() -> None:
     """The last tenth of 100 steps: from 1.09 to 1.00 on average, seeds 0.06 apart."""
 
