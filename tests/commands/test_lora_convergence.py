@@ -159,6 +159,7 @@ def test_verdicts_by_hand(ours: float, within: bool) -> None:
     [
         (["--seeds", "0"], "--seeds=0, want more than 0"),
         (["--eval-every", "300"], "--eval-every=300 of 2000 steps"),
+        (["--eval-tokens", "511"], "--eval-tokens=511, want at least the 512 tokens of a sequence (--seq-len)"),
         ([], "has no config.json"),
         (["--at-once", "0"], "--at-once=0, want more than 0"),
         (["--only", "lora_mx-seed3"], "--only=lora_mx-seed3, want one of lora_mx-seed0, lora_bf16-seed0, "),

@@ -155,6 +155,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(list(argv))
     check_positive(options, _POSITIVE)
     check_eval_every(options.eval_every, options.steps)
+    if options.eval_tokens < options.seq_len:
+        got = f"--eval-tokens={options.eval_tokens}"
+        raise ValueError(f"{got}, want at least the {options.seq_len} tokens of a sequence (--seq-len), all evaluated; raise it")
     names = [run.name for run in _runs(options)]
     if options.only not in (None, *names):
         raise ValueError(f"--only={options.only}, want one of {', '.join(names)}")
