@@ -28,6 +28,9 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
         recipes: of the two arms; the second is the baseline.
         train: (recipe, folder) -> exit status, and whether a signal asked to end; seed and data are the same for both.
         steps: of an arm. After a signal the other one is not trained.
+
+    Raises:
+        ValueError: the two arms read different text.
     """
     from mxep.train.metrics import last_step, read_metrics
 
@@ -41,6 +44,8 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
         if done < steps or (stopped and recipe == recipes[0]):
             Console().print(f"compare: {recipe} was stopped after step {done} of {steps}, nothing to compare", soft_wrap=True)
             return 0
+    if len({record["data"]["fingerprint"] for records in runs.values() for record in records if record["kind"] == "run"}) > 1:
+        raise ValueError(f"--compare: the text has changed between the runs in {folder}, want the same; start again in another --out")
     taken = len(steps_of_all(runs))
     if taken <= _WARM_UP:
         Console().print(f"compare: {taken} steps say nothing, want more than {_WARM_UP}", soft_wrap=True)
