@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sysconfig
 from pathlib import Path
 
@@ -71,6 +72,19 @@ def test_a_verdict_needs_seeds_and_evaluations(seeds: int, steps: int, every: in
     assert range_verdict(found, "mxfp8") == "yes", "an older record"
 
 
+def test_the_table_names_its_baseline() -> None:
+    arms = {name: [metrics(2.0 + seed / 100, 40) for seed in range(3)] for name in ("mxfp8", "long", "bf16")}
+
+    def record(*names: str) -> dict:
+        setting = {"steps": 40, "device": "cpu", "world_size": 1, "shape": {"T": 8}, "model": {"name": "small", "parameters": 1e6}}
+        return {**summarize({name: arms[name] for name in names}, 40), **setting, "lr": 1e-3, "data": {"unit": "byte"}}
+
+    against_long, against_bf16 = record("mxfp8", "long"), record("mxfp8", "bf16")
+    assert "| mean against long | its standard error | within long's seeds |" in markdown_tables.convergence_table([against_long])
+    assert "| mean against bf16 | its standard error | within bf16's seeds |" in markdown_tables.convergence_table([against_bf16])
+    assert "mean against the baseline" in markdown_tables.convergence_table([against_long, against_bf16])
+
+
 def test_no_verdict_on_losses_that_still_fall() -> None:
     """The last tenth of 100 steps: from 1.09 to 1.00 on average, seeds 0.06 apart."""
 
@@ -89,6 +103,14 @@ def test_a_run_without_a_step_in_the_last_tenth_is_reported() -> None:
         summarize({"mxfp8": [metrics(2.0), skipped], "bf16": [metrics(2.0), metrics(2.0)]}, 20)
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_run_that_diverged_has_no_mean(loss: float) -> None:
+    """A NaN in the middle left the range of the seeds without it, and a verdict."""
+    diverged = [record | ({"loss": loss} if record["kind"] == "held_out" and record["step"] == 20 else {}) for record in metrics(2.0)]
+    with pytest.raises(ValueError, match=rf"a 'held_out' loss in the last tenth of 20 steps is {loss}, want finite numbers"):
+        summarize({"mxfp8": [metrics(2.0)] * 3, "bf16": [metrics(2.0), diverged, metrics(2.1)]}, 20)
+
+
 def test_the_recorded_comparison_has_a_verdict() -> None:
     records = read_records("convergence", Path(__file__).parent.parent.parent / RESULTS)
     assert all(convergence.missing_for_verdict(record["arms"]["bf16"], record["steps"]) == [] for record in records)
@@ -98,6 +120,33 @@ def test_the_recorded_comparison_has_a_verdict() -> None:
 def test_curves_keep_the_mean_training_loss_between_evaluations() -> None:
     found = curve(metrics(1.0, steps=4, every=2))
     assert found == {"step": [2, 4], "held_out": [1.0, 1.0], "training": [1.35, 1.1]}
+
+
+def test_a_curve_has_no_training_loss_where_all_steps_were_skipped() -> None:
+    records = [record for record in metrics(1.0, steps=4, every=2) if record["kind"] != "step" or record["step"] <= 2]
+    assert curve(records) == {"step": [2, 4], "held_out": [1.0, 1.0], "training": [1.35, None]}
+
+
+def test_a_record_tells_options_of_all_runs_from_those_of_an_arm(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    given = ("--model", "dsv3_debug_cpu", "--data", str(tmp_path / "a text.py"), "--steps", "20", "--lr", "1e-3", "--seq-len", "16")
+    plan = ComparisonPlan(("mine", "bf16"), 1, given, {"mine": "--lr 2e-3 --no-fused-layer --lr-floor 0"})
+    runs = plan.runs(tmp_path)
+    for run in runs:
+        config = read_options([*given, *run.options])
+        facts = {"world": 1, "device": "cpu", "model": {"name": "dsv3_debug_cpu", "parameters": 1}}
+        facts |= {"data": {"fingerprint": "a", "unit": "byte", "tokenizer": {"name": "bytes"}}, "settings": config.to_json()}
+        run.folder.mkdir()
+        lines = [json.dumps(record | (facts if record["kind"] == "run" else {})) for record in metrics(2.0 + (run.recipe == "mine") / 100)]
+        (run.folder / "metrics.jsonl").write_text("\n".join(lines))
+    options = convergence._parser().parse_args(["--out", str(tmp_path), "--record", str(tmp_path)])
+    config = read_options(given)
+    convergence._finish(plan, runs, options, config)
+    (record,) = json.loads((tmp_path / "convergence-cpu-1.json").read_text())
+    assert record["options"] == {"cache_weights": False, "fused_experts": True, "fused_layer": True, "lr_floor": 0.1}
+    assert [record["lr"], *(arm.get("lr") for arm in record["arms"].values())] == [1e-3, 2e-3, None]
+    assert "--data 'a text.py'" in record["command"]
+    rows = {line.split(" | ")[1]: line for line in capsys.readouterr().out.splitlines() if "lr" in line}
+    assert [("lr 0.002" in rows[name], "lr 0.001" in rows[name]) for name in ("mine", "bf16")] == [(True, False), (False, True)]
 
 
 @pytest.mark.slow
@@ -178,6 +227,7 @@ def test_a_run_that_fails_is_reported_and_the_others_do_not_start(tmp_path: Path
         (["--arm", "mine=--no-evaluate"], "--evaluate=False: the comparison uses the evaluations"),
         (["--arm", "mine=--data-field x"], "--arm mine: --data-field must be the same in all runs"),
         (["--arm", "mine=--chat"], "--arm mine: --chat must be the same in all runs"),
+        (["--arm", "mine=--init-from base", "--", "--model", "qwen3_debug_cpu"], "--arm mine: --init-from must be the same in all runs"),
         (["--arm", "mine=--layers 2"], "--arm mine: another model, which must be the same in all runs"),
         (["--seconds", "0"], "--seconds=0.0, want more than 0"),
         (["--resume"], "nothing to continue"),
@@ -198,7 +248,7 @@ def test_an_older_plan_continues_with_separate_blocks(tmp_path: Path, monkeypatc
     assert command([*out, "--resume"]) == 0
     path = tmp_path / convergence.PLAN_FILE
     older = json.loads(path.read_text())
-    del older["fused_layer"]
+    del older["fused_layer"], older["file"]
     path.write_text(json.dumps(older))
     assert command([*out, "--resume"]) == 0
     plan = begun[-1]
@@ -224,6 +274,20 @@ def test_a_file_has_no_options_of_this_command(tmp_path: Path, capsys: pytest.Ca
     assert main(["convergence", "--out", str(tmp_path / "runs"), "--", "--config", str(tmp_path / "ours.toml")]) == 2
     assert "ours.toml: stop_after: set by mxep convergence for each run; leave it out" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_changed_between_pieces_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The runs that are left would have its new options, those that are done had the old ones."""
+    monkeypatch.setattr(convergence, "_train", lambda *_: 0)
+    file, out = tmp_path / "own.toml", ["convergence", "--out", str(tmp_path / "runs")]
+    file.write_text(f'lr = 1e-3\nz_loss = 0.1\ndata = ["{__file__}"]\n')
+    assert main([*out, "--", "--config", str(file)]) == 0
+    assert main([*out, "--resume"]) == 0
+    file.write_text(f'lr = 2e-3\nwarmup = 3\ndata = ["{__file__}"]\nz_loss = 0.1\n')
+    assert main([*out, "--resume"]) == 2
+    assert "own.toml: the runs began with others: lr=0.002, want 0.001; warmup=3, want not given; restore it" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("peft")
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mxep.bench import markdown_tables
@@ -65,6 +66,29 @@ def test_pieces_make_the_record_of_one_piece(tmp_path: Path, capsys: pytest.Capt
     plan.write_text(plan.read_text()[:-9])
     assert main([*words, "--out", str(plan.parent)]) == 2
     assert f"--out: {plan}" in capsys.readouterr().err, "the error names the damaged file"
+
+
+def test_another_base_at_the_same_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The adapters would go on upon weights that they were not trained with."""
+    base = make_base(tmp_path / "base")
+    words = [
+        "lora-convergence",
+        "--base",
+        str(base),
+        "--data",
+        json.__path__[0],
+        *SMALL,
+        "--out",
+        str(tmp_path / "runs"),
+        "--seconds",
+        "1e-9",
+    ]
+    assert main(words) == 0
+    assert main(words) == 0
+    weights = load_file(base / "model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    assert main(words) == 2
+    assert "--base: the base is another one than that of the runs in" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_in_its_process_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -135,6 +159,7 @@ def test_verdicts_by_hand(ours: float, within: bool) -> None:
     [
         (["--seeds", "0"], "--seeds=0, want more than 0"),
         (["--eval-every", "300"], "--eval-every=300 of 2000 steps"),
+        (["--eval-tokens", "511"], "--eval-tokens=511, want at least the 512 tokens of a sequence (--seq-len)"),
         ([], "has no config.json"),
         (["--at-once", "0"], "--at-once=0, want more than 0"),
         (["--only", "lora_mx-seed3"], "--only=lora_mx-seed3, want one of lora_mx-seed0, lora_bf16-seed0, "),

@@ -49,6 +49,15 @@ def test_bad_lines_are_skipped_and_counted(damaged: Path) -> None:
     assert summarize({"a": records, "b": records})["ratios"] == {"tokens_per_s": 1.0, "loss": 1.0}
 
 
+def test_a_comparison_has_the_losses_of_the_same_steps() -> None:
+    """One arm skipped steps in the last tenth: the losses of steps before it, which were higher, took their place."""
+    arm = [{"kind": "step", "step": number, "loss": 1 / number, "tokens_per_s": 10.0} for number in range(1, 101)]
+    skipped = [record for record in arm if record["step"] not in (95, 96, 98, 99, 100)]
+    found = summarize({"mxfp8": skipped, "bf16": arm})
+    assert found["ratios"] == {"tokens_per_s": 1.0, "loss": 1.0}
+    assert [arm["steps"] for arm in found["arms"].values()] == [95, 100]
+
+
 def test_bad_lines_stay_when_a_run_resumes(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Byte for byte, and the next line is not joined with a cut one."""
     with MetricsLog(damaged.parent, steps=4, start_step=2) as log:

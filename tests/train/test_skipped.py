@@ -264,6 +264,18 @@ def test_a_run_whose_last_step_was_skipped_is_complete(tmp_path: Path, capsys: p
     assert "was stopped" not in capsys.readouterr().out
 
 
+def test_runs_on_different_text_are_not_compared(tmp_path: Path) -> None:
+    def train(recipe: str, out: Path) -> tuple[int, bool]:
+        out.mkdir(parents=True)
+        records: list[dict[str, Any]] = [{"kind": "run", "step": 0, "data": {"fingerprint": recipe}}]
+        records += [{"kind": "step", "step": n, "loss": 1.0, "tokens_per_s": 1.0} for n in range(1, 6)]
+        (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return 0, False
+
+    with pytest.raises(ValueError, match="--compare: the text has changed between the runs in "):
+        train_both(("a", "b"), tmp_path, train, 5)
+
+
 def test_skipped_steps_replace_no_older_checkpoint(tmp_path: Path, text: str, one_rank: None, norms: None) -> None:
     run = trainer(0, 1, str(tmp_path), data=(text,), steps=20, evaluate=False, checkpoint_every=1, keep=2)
     not_finite(run, range(4, 21))

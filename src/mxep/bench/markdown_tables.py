@@ -331,12 +331,13 @@ def standard_error(ours: Sequence[float], baseline: Sequence[float]) -> float:
 
 def convergence_table(records: Records) -> str:
     """Held-out losses by recipe and seed, with the target and the resolution of so many seeds."""
-    rows = []
+    rows, baselines = [], set[str]()
     for record in records:
         unit = record["data"]["unit"]
         size = f"{record['model']['name']}, {record['model']['parameters'] / 1e6:.0f} million parameters"
-        what = f"{size}, {record['steps']} steps of {record['shape']['T']} {unit}s, lr {record['lr']:g}"
+        what = f"{size}, {record['steps']} steps of {record['shape']['T']} {unit}s"
         *_, baseline = record["arms"]
+        baselines.add(baseline)
         for name, arm in record["arms"].items():
             ratio = f"{name}_held_out_vs_{baseline}"
             seeds = ", ".join(f"{loss:.4f}" for loss in arm["held_out"])
@@ -346,8 +347,10 @@ def convergence_table(records: Records) -> str:
                 spread = "" if math.isnan(error) else f"{error:.1%}"
                 asked = f"asked: {record['target'][ratio] - 1:.1%} at most"
                 cells = [f"{record['ratios'][ratio] - 1:+.3%} ({asked})", spread, range_verdict(record, name)]
-            rows.append([f"{record_place(record)}, {what}", name, f"{arm['held_out_mean']:.4f}", seeds, *cells])
-    against = "mean against bf16", "its standard error", "within bf16's seeds"
+            rate = f"lr {arm.get('lr', record['lr']):g}"  # an arm may have its own
+            rows.append([f"{record_place(record)}, {what}, {rate}", name, f"{arm['held_out_mean']:.4f}", seeds, *cells])
+    base = baselines.pop() if len(baselines) == 1 else "the baseline"
+    against = f"mean against {base}", "its standard error", f"within {base}'s seeds"
     return markdown(["held-out loss over the last tenth", "recipe", "mean", "seeds", *against], rows)
 
 

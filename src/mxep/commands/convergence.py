@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -155,12 +156,19 @@ def _plan(options: argparse.Namespace) -> ComparisonPlan:
     words = train_options(plan.given, options.out)
     for name in arms:
         _check_arm(plan, words, name)
+    kept = asdict(plan) | {"fused_layer": TrainConfig.fused_layer, "file": _of_file(read_options(plan.given))}
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(plan) | {"fused_layer": TrainConfig.fused_layer}, indent=1) + "\n")
+        path.write_text(json.dumps(kept, indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"--out: {path} cannot be written: {error.strerror}; choose another --out") from error
     return plan
+
+
+def _of_file(config: TrainConfig) -> dict[str, Any]:
+    """The options that the file of --config gives, as plain values."""
+    values = {} if config.config is None else read_toml(config.config)
+    return {name: value for name, value in replace(TrainConfig(), **values).to_json().items() if name in values}
 
 
 def check_positive(options: argparse.Namespace, names: Sequence[str]) -> None:
@@ -196,7 +204,7 @@ def _arms(given: Sequence[str]) -> dict[str, str]:
 
 def _check_arm(plan: ComparisonPlan, words: Sequence[str], name: str) -> None:
     """Raise ValueError for options of an arm that `mxep train` refuses beside those of all runs, that this command sets, or that change
-    what is compared: its data, steps or evaluations."""
+    what is compared: its data, initial weights, steps or evaluations."""
     own = plan.options_of(name)
     for word in own:
         if field_of(word) in (*(set(_OURS) - {"recipe"}), *_SHARED, "config"):
@@ -204,7 +212,7 @@ def _check_arm(plan: ComparisonPlan, words: Sequence[str], name: str) -> None:
     config, shared = read_options([*words, *own]), read_options(words)
     resolve_recipe(config.recipe)
     _check_needed(config)
-    for option in ("tokenizer", "data_field", "chat", "assistant_only_loss"):
+    for option in ("init_from", "tokenizer", "data_field", "chat", "assistant_only_loss"):
         if getattr(config, option) != getattr(shared, option):
             raise ValueError(f"--arm {name}: {flag_of(option)} must be the same in all runs; give it after --, or leave it out")
     if _resolved(config).choice != _resolved(shared).choice:
@@ -219,20 +227,25 @@ def _check_needed(config: TrainConfig) -> None:
 
 
 def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
-    """The saved plan. Raises ValueError if there is none, or if the command line has options that the plan contains."""
+    """The saved plan. Raises ValueError if there is none, for options that it contains, and if the file of --config has changed."""
     if options.train or options.recipes or options.arm or options.baseline or options.seeds:
         raise ValueError("--resume continues the saved runs; leave out --recipes, --arm, --baseline, --seeds and options of `mxep train`")
     try:
         kept = json.loads(path.read_text())
-        file = read_options(kept["given"]).config
-        in_file = file is not None and "fused_layer" in read_toml(file)
+        config = read_options(kept["given"])
+        file = _of_file(config)
         # The default of older plans, which some of the runs have.
-        separate = [] if kept.get("fused_layer") or in_file else ["--no-fused-layer"]
-        return ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), (*separate, *kept["given"]), dict(kept.get("arms", {})))
+        separate = [] if kept.get("fused_layer") or "fused_layer" in file else ["--no-fused-layer"]
+        plan = ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), (*separate, *kept["given"]), dict(kept.get("arms", {})))
+        began = dict(kept.get("file", file))  # older plans lack it
     except FileNotFoundError as error:
         raise ValueError(f"--resume: nothing to continue in {path.parent} (no {path.name}); leave --resume out") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"--resume: {path} is damaged: {error!r}; start again in another --out") from error
+    if changed := sorted(name for name in {*file, *began} if file.get(name) != began.get(name)):
+        shown = [f"{name}={file.get(name, 'not given')}, want {began.get(name, 'not given')}" for name in changed]
+        raise ValueError(f"--config {config.config}: the runs began with others: {'; '.join(shown)}; restore it, or choose another --out")
+    return plan
 
 
 def train_options(given: Sequence[str], out: Path) -> list[str]:
@@ -275,27 +288,27 @@ def _train(plan: ComparisonPlan, options: argparse.Namespace, deadline: float | 
     words = train_options(plan.given, options.out)
     config = read_options(words)
     device_type = device_type_of(config.device)
-    resolved, runs, corpus = resolve(config, device_type, 1), plan.runs(options.out), options.out / CORPUS_FILE
+    steps, runs, corpus = resolve(config, device_type, 1).steps, plan.runs(options.out), options.out / CORPUS_FILE
     if str(corpus) in config.data and not corpus.exists():
         taken, left_out = write_python_corpus(corpus)
         size = corpus.stat().st_size / 1e6
         say(f"corpus: {taken:,} .py files of this Python, {left_out:,} left out (empty or not UTF-8), {size:,.0f} MB")
     at_once = options.at_once or (len(runs) if device_type == "cuda" else 1)
-    waiting = [run for run in runs if run.step < resolved.steps]  # one with a checkpoint continues
+    waiting = [run for run in runs if run.step < steps]  # one with a checkpoint continues
 
     def train(run: SeedRun) -> list[str]:
         return ["train", *words, *run.options, "--seed", str(run.seed), "--out", str(run.folder), "--nproc", "1", "--resume", "auto"]
 
     pool = RunPool(waiting, train, at_once, deadline, say)
-    say(f"{len(runs)} runs of {resolved.steps} steps, {len(waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
+    say(f"{len(runs)} runs of {steps} steps, {len(waiting)} to do, up to {at_once} at once on {device_type}: {options.out}")
     if pool.run(lambda: _progress(runs)):
         pool.print_failures(PROGRAM)
         return 1
-    if any(run.step < resolved.steps for run in runs):
+    if any(run.step < steps for run in runs):
         say(_progress(runs))
         say(f"stopped; continue with: {PROGRAM} --resume --out {options.out}")
         return 0
-    _finish(plan, runs, options, resolved)
+    _finish(plan, runs, options, config)
     return 0
 
 
@@ -304,8 +317,8 @@ def _progress(runs: Sequence[SeedRun]) -> str:
     return "steps: " + ", ".join(f"{name} {step}" for name, step in steps.items())
 
 
-def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Namespace, resolved: ResolvedConfig) -> None:
-    """Prints the table and the verdict, draws the plot, writes the record."""
+def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Namespace, config: TrainConfig) -> None:
+    """Prints the table and the verdict, draws the plot, writes the record. `config`: the options of all runs."""
     import torch
 
     from mxep.bench.markdown_tables import convergence_table
@@ -320,20 +333,24 @@ def _finish(plan: ComparisonPlan, runs: Sequence[SeedRun], options: argparse.Nam
             f"the text has changed between the runs ({listed}), so their losses cannot be compared; start again in another --out"
         )
     start = next(record for record in metrics[runs[0]] if record["kind"] == "run")
+    resolved = resolve(config, start["device"], 1)
     named = [name for name in plan.recipes[:-1] if name not in plan.arms]
     asked = ["--out", "FOLDER", *(["--recipes", ",".join(named)] if named else [])]
     for name in plan.arms:
         asked += ["--arm", shlex.quote(f"{name}={shlex.join(map(without_folder, plan.options_of(name)))}")]
     asked += ["--baseline", plan.recipes[-1], "--seeds", str(plan.seeds)]
-    given = ["--", *map(without_folder, plan.given)] if plan.given else []
+    given = ["--", *map(shlex.quote, map(without_folder, plan.given))] if plan.given else []
     record: dict[str, Any] = {
         "benchmark": "convergence",
         "device": device_name(torch.device(start["device"])),
-        **setting_of(start, resolved),
+        **setting_of(start, config, resolved),
         "seeds": plan.seeds,
         **summarize(by_recipe, resolved.steps),
         **origin(" ".join([PROGRAM, *asked, "--record", "benchmarks/results", *given])),
     }
+    for name, arm in record["arms"].items():
+        if (lr := starts[f"{name}-seed0"]["settings"]["lr"]) not in (None, resolved.lr):
+            arm["lr"] = lr
     say(convergence_table([record]))
     if record["no_verdict"]:
         say(f"no verdict: {'; '.join(record['no_verdict'])}")
@@ -473,7 +490,7 @@ def log_tail(run: SeedRun) -> str:
 def tail_mean(records: Metrics, kind: str, steps: int) -> float:
     """Mean loss of the records of that kind ("step" or "held_out") over the last tenth of `steps`, nats per token.
 
-    Raises ValueError if there is none, since skipped steps have no loss.
+    Raises ValueError if there is none, since skipped steps have no loss, or if one is no finite number.
 
     >>> tail_mean([{"kind": "step", "step": step, "loss": float(step)} for step in range(1, 21)], "step", 20)
     19.5
@@ -484,12 +501,15 @@ def tail_mean(records: Metrics, kind: str, steps: int) -> float:
             f"no {kind!r} record in the last tenth of {steps} steps, want one or more: the log.txt of a run says which steps were skipped; "
             "start again in another --out, with a lower --lr after --"
         )
+    if wrong := [loss for loss in losses if not math.isfinite(loss)]:
+        where = f"a {kind!r} loss in the last tenth of {steps} steps is {wrong[0]}"
+        raise ValueError(f"{where}, want finite numbers: a run has diverged; start again in another --out, with a lower --lr")
     return statistics.fmean(losses)
 
 
-def curve(records: Metrics) -> dict[str, list[float]]:
-    """{"step": [...], "held_out": [...], "training": [...]}: by evaluation; "training" is the mean loss since the previous one."""
-    found: dict[str, list[float]] = {"step": [], "held_out": [], "training": []}
+def curve(records: Metrics) -> dict[str, list[float | None]]:
+    """{"step": [...], "held_out": [...], "training": [...]}: by evaluation; "training" is the mean loss since the previous one, if any."""
+    found: dict[str, list[float | None]] = {"step": [], "held_out": [], "training": []}
     since: list[float] = []
     for record in records:
         if record["kind"] == "step":
@@ -497,7 +517,7 @@ def curve(records: Metrics) -> dict[str, list[float]]:
         elif record["kind"] == "held_out":
             found["step"].append(record["step"])
             found["held_out"].append(round(record["loss"], 5))
-            found["training"].append(round(statistics.fmean(since), 5) if since else record["loss"])
+            found["training"].append(round(statistics.fmean(since), 5) if since else None)
             since = []
     return found
 
@@ -572,10 +592,10 @@ def missing_for_verdict(baseline: Mapping[str, Any], steps: int) -> list[str]:
     return missing
 
 
-def setting_of(start: Mapping[str, Any], resolved: ResolvedConfig) -> dict[str, Any]:
-    """What was trained, for the record: shape, model, data, schedule. `start`: a run's first record."""
-    options, shape = start["settings"], resolved.shape
-    tokens = resolved.batch * resolved.seq_len * options["accumulate"]
+def setting_of(start: Mapping[str, Any], config: TrainConfig, resolved: ResolvedConfig) -> dict[str, Any]:
+    """What was trained, for the record: shape, model, data, schedule. `start`: a run's first record; `config`: the options of all runs."""
+    shape = resolved.shape
+    tokens = resolved.batch * resolved.seq_len * config.accumulate
     tokenizer = start["data"]["tokenizer"]
     return {
         "world_size": start["world"],
@@ -587,6 +607,6 @@ def setting_of(start: Mapping[str, Any], resolved: ResolvedConfig) -> dict[str, 
         "seq_len": resolved.seq_len,
         "lr": resolved.lr,
         "warmup": resolved.warmup,
-        "evaluation": {"every": resolved.eval_every, "tokens": options["eval_tokens"], "averaged_over": TAIL},
-        "options": {name: options[name] for name in ("cache_weights", "fused_experts", "fused_layer", "lr_floor")},
+        "evaluation": {"every": resolved.eval_every, "tokens": config.eval_tokens, "averaged_over": TAIL},
+        "options": {name: getattr(config, name) for name in ("cache_weights", "fused_experts", "fused_layer", "lr_floor")},
     }

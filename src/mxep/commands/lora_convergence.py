@@ -12,6 +12,7 @@ adapters learn the source of the transformers package, unless --data names anoth
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 import statistics
@@ -55,7 +56,7 @@ def command(argv: Sequence[str]) -> int:
     waiting = [run for run in runs if options.only in (None, run.name) and _step_of(run) < options.steps]
     at_once = min(options.at_once or (len(waiting) if device.type == "cuda" else 1), len(waiting))
     corpus = load_corpus(options.data, ByteTokenizer(), report=say)
-    _check_text(options.out / PLAN_FILE, corpus.fingerprint)
+    _check_inputs(options.out / PLAN_FILE, corpus.fingerprint, _fingerprint_of(Path(options.base)))
     if at_once > 1:
         pool = RunPool(waiting, lambda run: ["lora-convergence", *argv, "--only", run.name], at_once, deadline, say)
         if pool.run(lambda: f"steps at the newest states: {', '.join(f'{run.name} {_step_of(run)}' for run in runs)}"):
@@ -98,13 +99,26 @@ def _runs(options: argparse.Namespace) -> list[SeedRun]:
     return [SeedRun(arm, seed, options.out / f"{arm}-seed{seed}", ()) for seed in range(options.seeds) for arm in ARMS]
 
 
-def _check_text(path: Path, fingerprint: str) -> None:
-    """Keep the text's fingerprint in the plan. Raises ValueError if the runs there began with another text."""
+def _check_inputs(path: Path, text: str, base: str) -> None:
+    """Keep the fingerprints of the text and the base in the plan. Raises ValueError if the runs there began with another one."""
     kept = read_json_object(path, "--out")
-    if "fingerprint" not in kept:  # before other processes read the file
-        path.write_text(json.dumps({**kept, "fingerprint": fingerprint}, indent=1) + "\n")
-    elif kept["fingerprint"] != fingerprint:
-        raise ValueError(f"--data: the text is another one than that of the runs in {path.parent}; restore it, or choose another --out")
+    inputs = {"fingerprint": ("--data", "text", text), "base_fingerprint": ("--base", "base", base)}
+    for name, (option, what, found) in inputs.items():
+        if kept.get(name, found) != found:
+            raise ValueError(
+                f"{option}: the {what} is another one than that of the runs in {path.parent}; restore it, or choose another --out"
+            )
+    if missing := {name: found for name, (_, _, found) in inputs.items() if name not in kept}:  # before other processes read the file
+        path.write_text(json.dumps({**kept, **missing}, indent=1) + "\n")
+
+
+def _fingerprint_of(base: Path) -> str:
+    """Hash of the base's shape and weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in (base / "config.json", *sorted(base.glob("*.safetensors"))):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def _read_state(run: SeedRun) -> dict[str, Any]:
@@ -141,6 +155,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(list(argv))
     check_positive(options, _POSITIVE)
     check_eval_every(options.eval_every, options.steps)
+    if options.eval_tokens < options.seq_len:
+        got = f"--eval-tokens={options.eval_tokens}"
+        raise ValueError(f"{got}, want at least the {options.seq_len} tokens of a sequence (--seq-len), all evaluated; raise it")
     names = [run.name for run in _runs(options)]
     if options.only not in (None, *names):
         raise ValueError(f"--only={options.only}, want one of {', '.join(names)}")

@@ -28,6 +28,9 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
         recipes: of the two arms; the second is the baseline.
         train: (recipe, folder) -> exit status, and whether a signal asked to end; seed and data are the same for both.
         steps: of an arm. After a signal the other one is not trained.
+
+    Raises:
+        ValueError: the two arms read different text.
     """
     from mxep.train.metrics import last_step, read_metrics
 
@@ -41,7 +44,9 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
         if done < steps or (stopped and recipe == recipes[0]):
             Console().print(f"compare: {recipe} was stopped after step {done} of {steps}, nothing to compare", soft_wrap=True)
             return 0
-    taken = min(sum(record["kind"] == "step" for record in records) for records in runs.values())  # the others were skipped
+    if len({record["data"]["fingerprint"] for records in runs.values() for record in records if record["kind"] == "run"}) > 1:
+        raise ValueError(f"--compare: the text has changed between the runs in {folder}, want the same; start again in another --out")
+    taken = len(steps_of_all(runs))
     if taken <= _WARM_UP:
         Console().print(f"compare: {taken} steps say nothing, want more than {_WARM_UP}", soft_wrap=True)
         return 0
@@ -52,23 +57,32 @@ def train_both(recipes: tuple[str, str], folder: Path, train: Callable[[str, Pat
     return 0
 
 
+def steps_of_all(runs: Runs) -> list[int]:
+    """The steps that every arm took, in order; an arm may have skipped others."""
+    taken = ({record["step"] for record in records if record["kind"] == "step"} for records in runs.values())
+    return sorted(set.intersection(*taken))
+
+
 def summarize(runs: Runs) -> dict[str, Any]:
     """For each arm, the final losses and the median of tokens per second; and the ratios of the first arm to the second.
+
+    The loss is that of the last tenth of the steps that all arms took.
 
     >>> step = {"kind": "step", "step": 1, "loss": 2.0, "tokens_per_s": 10.0}
     >>> fast = {**step, "tokens_per_s": 15.0}
     >>> summarize({"mxfp8": [fast] * 3, "bf16": [step] * 3})["ratios"]
     {'tokens_per_s': 1.5, 'loss': 1.0}
     """
-    arms = {}
+    arms, common = {}, steps_of_all(runs)
+    compared = {*common[-max(len(common) // 10, 1) :]}
     for name, records in runs.items():
         steps = [record for record in records if record["kind"] == "step"]
         held_out = [record["loss"] for record in records if record["kind"] == "held_out"]
-        last = [record["loss"] for record in steps[-max(len(steps) // 10, 1) :]]
+        last = [record["loss"] for record in steps if record["step"] in compared]
         arms[name] = {
             "steps": len(steps),
             "tokens_per_s": statistics.median(record["tokens_per_s"] for record in steps[_WARM_UP:]),
-            "loss": statistics.fmean(last),  # of the last tenth of the steps
+            "loss": statistics.fmean(last),
             "held_out_loss": held_out[-1] if held_out else None,
         }
     first, second = arms.values()

@@ -133,6 +133,12 @@ def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if config.pp == 1:
         yield "pp_schedule", "without pipeline stages (--pp above 1)"
         yield "microbatch", "without pipeline stages (--pp above 1)"
+    if not config.evaluate:
+        yield "eval_every", "with --no-evaluate"
+        yield "eval_tokens", "with --no-evaluate"
+    if not config.checkpoint:
+        for name in ("checkpoint_every", "keep", "async_checkpoint"):
+            yield name, "with --no-checkpoint"
     if config.validation_data:
         yield "held_out_share", "with --validation-data, which is held out"
     if config.decay_ratio == 0:

@@ -72,6 +72,9 @@ def test_a_file_that_is_named_twice_is_reported(tmp_path: Path, recwarn: pytest.
     with pytest.warns(UserWarning, match=r"1 files are named more than once and read as often, among them .*b\.txt; name each"):
         both = load_corpus([str(tmp_path), str(tmp_path / "b.txt")], ByteTokenizer())
     assert len(both.train) > len(once.train)
+    with pytest.warns(UserWarning, match=r"1 files are named more than once and read as often, among them .*b\.txt; name each"):
+        held_out = load_corpus([str(tmp_path)], ByteTokenizer(), validation=[str(tmp_path / "b.txt")] * 2)
+    assert held_out.num_held_out_documents == 2
 
 
 BAD_FILES = {

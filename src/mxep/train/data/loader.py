@@ -60,8 +60,8 @@ def load_corpus(
     if not 0 < held_out_share <= 0.5:
         raise ValueError(f"data: held_out_share={held_out_share}, want more than 0 and at most 0.5")
     sources, others = find_sources(data), find_sources(validation) if validation else []
-    times = Counter(path.resolve() for source in sources for path in source.files)
-    if twice := [path for path, count in times.items() if count > 1]:
+    times = [Counter(path.resolve() for source in found for path in source.files) for found in (sources, others)]
+    if twice := [path for counts in times for path, count in counts.items() if count > 1]:
         warnings.warn(f"data: {len(twice)} files are named more than once and read as often, among them {twice[0]}; name each once")
     stats = {path: path.stat() for source in [*sources, *others] for path in source.files}
 
