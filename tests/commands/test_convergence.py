@@ -13,7 +13,8 @@ from mxep.bench import markdown_tables, plots
 from mxep.bench.records import RESULTS, range_verdict, read_records, write_beside
 from mxep.cli import main
 from mxep.commands import convergence
-from mxep.commands.convergence import MAX_DIFFERENCE, ComparisonPlan, RunPool, SeedRun, command, curve, log_tail, summarize, train_options
+from mxep.commands.convergence import MAX_DIFFERENCE, ComparisonPlan, command, curve, summarize, train_options
+from mxep.commands.run_pool import RunPool, SeedRun, log_tail
 from mxep.train.data import text_files
 from mxep.train.data.loader import ByteTokenizer, load_corpus
 from mxep.train.metrics import read_metrics

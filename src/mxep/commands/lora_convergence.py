@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxep.bench.records import device_name, origin, write_records
-from mxep.commands.convergence import RunPool, SeedRun, arm_of, check_eval_every, check_positive, missing_for_verdict, say, without_folder
+from mxep.commands.convergence import arm_of, check_eval_every, check_positive, missing_for_verdict, without_folder
+from mxep.commands.run_pool import RunPool, SeedRun, say
 from mxep.device import device_type_of, resolve_gemm_path
 from mxep.json_files import read_json_object
 from mxep.models.loss import IGNORE
