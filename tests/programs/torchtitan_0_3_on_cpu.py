@@ -202,10 +202,16 @@ def attention(
     return out_transform(out.transpose(1, 2), logits.logsumexp(-1).transpose(1, 2))
 
 
+def divide_after_a_sum(self: FSDPModule, factor: float, divide: Callable[..., None] = FSDPModule.set_gradient_divide_factor) -> None:
+    """gloo has no scaled sum; torchtitan asks for a divisor of one, which is a plain sum."""
+    divide(self, factor)
+    self.set_force_sum_reduction_for_comms(True)
+
+
 def train(rank: int, options: list[str]) -> dict[str, Any]:
     """Steps of torchtitan's trainer: [loss, gradient norm] of each, and which modules its routed experts are."""
     VarlenAttention.__init__, VarlenAttention.forward = lambda self, config: super(VarlenAttention, self).__init__(), attention
-    FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    FSDPModule.set_gradient_divide_factor = divide_after_a_sum
     lines = [pathlib.Path(__file__).read_text()] * 4
     DATASETS["c4_test"].loader = lambda path: Dataset.from_dict({"text": lines})
     DATASETS["c4_test"].sample_processor = lambda sample: sample["text"]
