@@ -267,11 +267,16 @@ def trained() -> dict[str, dict[str, Any]]:
     dtensors = ["--parallelism.spmd_backend=partial_dtensor"]
     experts = [*BASE, *shared, "--parallelism.expert_parallel_degree=2"]
     tensors = [*GPT_OSS, *shared, "--validator.no-enable", "--parallelism.tensor_parallel_degree=2"]
+    saved = [*experts, "--training.steps=3", "--checkpoint.enable", "--checkpoint.folder=saved"]
+    read = [*saved, "--checkpoint.load_only", "--checkpoint.load_step=1"]
     runs = {
         "plain": [*experts, *dtensors],
         "hp": with_recipe("hp", experts),
         "hp blocks": with_recipe("hp blocks", experts),
         "mxfp8_wgrad_with_hp": with_recipe("mxfp8_wgrad_with_hp", experts),
+        "saved": with_recipe("hp", [*saved, "--checkpoint.interval=1"]),
+        "read by one": with_recipe("hp", [*read, "--parallelism.expert_parallel_degree=1"]),
+        "read by plain": [*read, *dtensors],
         "gpt-oss plain": [*tensors, *dtensors],
         "gpt-oss hp": with_recipe("hp", [*tensors, *dtensors]),
         "gpt-oss spmd_types": with_recipe("hp", tensors),
