@@ -35,6 +35,8 @@ JOB = [
 ]
 STEPS = 4
 ROUNDED = "mxfp8_wgrad_with_hp"
+SAVED = ["--checkpoint.enable", "--checkpoint.folder=saved"]
+READ = [*SAVED, "--checkpoint.load_only", "--checkpoint.load_step=1"]
 TRAIN = {
     "plain": [*JOB, "--training.steps=1"],
     "converted": [*JOB, *SWITCH_ON, f"--training.steps={STEPS}"],
@@ -43,6 +45,9 @@ TRAIN = {
     "hp fused": [*JOB, *SWITCH_ON, "--mxep.recipe=hp", "--training.steps=1"],
     "compiled": [*JOB, *SWITCH_ON, "--training.steps=1", "--compile.enable", "--compile.backend=aot_eager"],
     "local": [*JOB, *SWITCH_ON, "--training.steps=1", "--parallelism.expert_parallel_degree=1"],
+    "saved": [*JOB, *SWITCH_ON, "--mxep.recipe=hp", "--training.steps=3", *SAVED, "--checkpoint.interval=1"],
+    "read by one": [*JOB, *SWITCH_ON, "--mxep.recipe=hp", "--training.steps=3", *READ, "--parallelism.expert_parallel_degree=1"],
+    "read by plain": [*JOB, "--training.steps=3", *READ],
     "local blocks": [*JOB, *SWITCH_ON, "--mxep.no-fused", "--training.steps=1", "--parallelism.expert_parallel_degree=1"],
 }
 FOUR = [*JOB, *SWITCH_ON, "--parallelism.data_parallel_shard_degree=2", "--activation_checkpoint.mode=none"]
@@ -156,6 +161,14 @@ def test_without_expert_parallelism(results: dict) -> None:
     blocks = first_step(results, "local blocks")
     assert blocks[0] == first_step(results, "blocks")[0]  # the exchange rounds nothing that the GEMM would not
     assert blocks[1] == pytest.approx(first_step(results, "plain")[1], rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["read by one", "read by plain"])
+def test_checkpoints(results: dict, name: str) -> None:
+    """By experts that are not sharded, and by torchtitan's own; the second step after it also depends on the optimizer's moments."""
+    assert [results[which]["error"] for which in ("saved", name)] == [None, None]
+    for step, want in zip(results[name]["steps"], results["saved"]["steps"][1:], strict=True):
+        assert step == pytest.approx(want, rel=1e-3)
 
 
 def test_named_layers_alone(results: dict) -> None:

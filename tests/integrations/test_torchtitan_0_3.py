@@ -77,6 +77,15 @@ def test_trainer(results: dict) -> None:
             assert step == pytest.approx(plain, rel=relative), name
 
 
+@pytest.mark.parametrize("name", ["read by one", "read by plain"])
+def test_checkpoints(results: dict, name: str) -> None:
+    """By experts that are not sharded, and by torchtitan's own; the second step after it also depends on the optimizer's moments."""
+    runs = results["trained"]
+    assert [runs[which]["error"] for which in ("saved", name)] == [None, None]
+    for step, want in zip(runs[name]["steps"], runs["saved"]["steps"][1:], strict=True):
+        assert step == pytest.approx(want, rel=1e-3)
+
+
 def test_tensor_parallel_biases_are_added_once(results: dict) -> None:
     """By torchtitan's own forward where it knows the degree; with `spmd_types` it does not, and its output has the bias twice."""
     runs = results["trained"]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tests.operator_calls import OperatorCalls
 from tests.ranks import run_ranks
 from tests.truth import sqnr
 from tests.user_experts import CallingExperts
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -33,7 +38,7 @@ from mxep.parallel import (
     quantize_base,
 )
 from mxep.parallel.data_parallel import reshard_once
-from mxep.train.optimizer import gradient_norm
+from mxep.train.optimizer import clip_gradients, gradient_norm
 
 D, E = 64, 8
 MXFP8 = "mxfp8_wgrad_with_hp"
@@ -508,3 +513,72 @@ def test_fewer_experts_than_ranks_whose_number_does_not_divide_the_width() -> No
         assert norm == pytest.approx(want_norm, rel=1e-5)
         for name, gradient in want.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def accumulates_under_hsdp(rank: int, world: int) -> None:
+    """Two replicas; the first backward sums nothing over the ranks.  Clipping sees each gradient once, on whatever mesh it is."""
+    meshes, steps = build_meshes(world, ParallelDims(ep=2, replicate=2), "cpu"), batches(world)
+    want = one_process("hp", steps)
+    for fused in (False, True):
+        net = Net("hp")
+        for layer in net.layers:
+            apply_mxfp8_expert_parallel(layer, meshes.ep)
+        if fused:
+            fuse_layers(net)
+        apply_fsdp(net, meshes, reshard_after_forward=not fused)
+        for number, ranks in enumerate(steps, 1):
+            net.set_requires_gradient_sync(number == len(steps))
+            objective(net, ranks[rank], sum(map(len, ranks))).backward()
+        compare(net, want, exact=True)
+        norm = clip_gradients(net.parameters(), 0.5)
+        assert norm.item() == pytest.approx(torch.stack([grad.norm() for grad in want.values()]).norm().item(), rel=1e-5)
+        assert gradient_norm(net.parameters()).item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_ep2_hsdp_accumulates_and_clips_as_one_process() -> None:
+    run_ranks(accumulates_under_hsdp, 4)
+
+
+def steps_around_a_checkpoint(rank: int, world: int, degrees: ParallelDims, folder: Path, loads: bool) -> list[float]:
+    """Losses of two steps after a checkpoint, which another step comes before unless it is loaded."""
+    meshes, net = build_meshes(world, degrees, "cpu"), Net("hp", dataclasses.replace(CONFIG, bias_update_rate=0.1))
+    for layer in net.layers:
+        apply_mxfp8_expert_parallel(layer, meshes.ep)
+    apply_fsdp(net, meshes)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+    if loads:
+        for layer in net.layers:
+            layer.init_weights(0.5)  # what is not read stays wrong
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        x = torch.randn(16, D, generator=torch.Generator().manual_seed(number))
+        loss = objective(net, x.chunk(world)[rank], len(x))
+        loss.backward()
+        optimizer.step()
+        total = loss.detach()
+        dist.all_reduce(total)
+        for layer in net.layers:
+            dist.all_reduce(layer.tokens_per_expert)
+            layer.update_expert_bias(layer.tokens_per_expert)
+            layer.reset_load()
+        return total.item()
+
+    if not loads:
+        step(0)
+    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    if loads:
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    else:
+        dcp.save(state, checkpoint_id=folder)
+    return [step(1), step(2)]
+
+
+def test_a_checkpoint_is_read_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Weights, and the experts' bias, which the choices of the next step depend on; AdamW's moments, which the second step depends on."""
+    for source, world in ((ParallelDims(ep=2), 4), (ParallelDims(), 1)):
+        folder = tmp_path / str(world)
+        want = run_ranks(steps_around_a_checkpoint, world, source, folder, False)[0]
+        for degrees, ranks in ((ParallelDims(), 1), (ParallelDims(ep=2), 2), (ParallelDims(ep=2, replicate=2), 4)):
+            assert run_ranks(steps_around_a_checkpoint, ranks, degrees, folder, True)[0] == pytest.approx(want, rel=1e-5)

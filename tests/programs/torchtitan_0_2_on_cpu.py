@@ -80,7 +80,15 @@ _indices = moe_utils.generate_permute_indices
 moe_utils.generate_permute_indices = lambda *args: _indices(*args, use_cpu=True)
 
 # 4. gloo has no scaled sum; torchtitan asks for a divisor of one, which is a plain sum.
-FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)
+_divide = FSDPModule.set_gradient_divide_factor
+
+
+def _divide_after_a_sum(self: FSDPModule, factor: float) -> None:
+    _divide(self, factor)
+    self.set_force_sum_reduction_for_comms(True)
+
+
+FSDPModule.set_gradient_divide_factor = _divide_after_a_sum
 
 # 5. Its models multiply in a loop below SM90; converted experts need the grouped GEMM, which a CPU has.
 deepseek_args.has_cuda_capability = lambda major, minor: True

@@ -202,10 +202,16 @@ def attention(
     return out_transform(out.transpose(1, 2), logits.logsumexp(-1).transpose(1, 2))
 
 
+def divide_after_a_sum(self: FSDPModule, factor: float, divide: Callable[..., None] = FSDPModule.set_gradient_divide_factor) -> None:
+    """gloo has no scaled sum; torchtitan asks for a divisor of one, which is a plain sum."""
+    divide(self, factor)
+    self.set_force_sum_reduction_for_comms(True)
+
+
 def train(rank: int, options: list[str]) -> dict[str, Any]:
     """Steps of torchtitan's trainer: [loss, gradient norm] of each, and which modules its routed experts are."""
     VarlenAttention.__init__, VarlenAttention.forward = lambda self, config: super(VarlenAttention, self).__init__(), attention
-    FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    FSDPModule.set_gradient_divide_factor = divide_after_a_sum
     lines = [pathlib.Path(__file__).read_text()] * 4
     DATASETS["c4_test"].loader = lambda path: Dataset.from_dict({"text": lines})
     DATASETS["c4_test"].sample_processor = lambda sample: sample["text"]
@@ -261,11 +267,16 @@ def trained() -> dict[str, dict[str, Any]]:
     dtensors = ["--parallelism.spmd_backend=partial_dtensor"]
     experts = [*BASE, *shared, "--parallelism.expert_parallel_degree=2"]
     tensors = [*GPT_OSS, *shared, "--validator.no-enable", "--parallelism.tensor_parallel_degree=2"]
+    saved = [*experts, "--training.steps=3", "--checkpoint.enable", "--checkpoint.folder=saved"]
+    read = [*saved, "--checkpoint.load_only", "--checkpoint.load_step=1"]
     runs = {
         "plain": [*experts, *dtensors],
         "hp": with_recipe("hp", experts),
         "hp blocks": with_recipe("hp blocks", experts),
         "mxfp8_wgrad_with_hp": with_recipe("mxfp8_wgrad_with_hp", experts),
+        "saved": with_recipe("hp", [*saved, "--checkpoint.interval=1"]),
+        "read by one": with_recipe("hp", [*read, "--parallelism.expert_parallel_degree=1"]),
+        "read by plain": [*read, *dtensors],
         "gpt-oss plain": [*tensors, *dtensors],
         "gpt-oss hp": with_recipe("hp", [*tensors, *dtensors]),
         "gpt-oss spmd_types": with_recipe("hp", tensors),
