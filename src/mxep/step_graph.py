@@ -11,6 +11,7 @@ it was then.  So all that differs from step to step is a tensor on the GPU: toke
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ def capture_on_gpu(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tens
     graph = torch.cuda.CUDAGraph()
     try:
         # The threads of NCCL's watchdog and of the checkpoint writer may use the GPU meanwhile.
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        with _without_garbage_collection(), torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             result = work()
     except Exception as error:
         first = error.__context__ or error  # a failed capture fails once more at its end
@@ -44,6 +45,18 @@ def capture_on_gpu(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tens
             raise first from None
         raise RuntimeError(f"StepGraph: a CUDA graph cannot hold this step, run it without one (--no-cuda-graph): {first}") from error
     return graph.replay, result
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """What is collected may be another CUDA graph, whose end invalidates what this thread records."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class StepGraph:

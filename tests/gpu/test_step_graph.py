@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import torch
 from tests.steps import done, same, state_of
 
 from mxep.moe.init import local_tensor
-from mxep.step_graph import EAGER_STEPS
+from mxep.ops.runtime.launch_graph import LaunchGraph
+from mxep.ops.runtime.nvrtc import fill_bytes
+from mxep.step_graph import EAGER_STEPS, capture_on_gpu
+from mxep.train.checkpoint_writer import HostStaging
 from mxep.train.config import TrainConfig
 from mxep.train.distributed import Ranks
 from mxep.train.trainer import Trainer
@@ -125,3 +130,48 @@ def test_a_graphed_step_that_waits_for_the_gpu_is_an_error(tmp_path: Path, nccl:
     with pytest.raises(RuntimeError, match=r"a CUDA graph cannot hold this step, run it without one \(--no-cuda-graph\): .*captur"):
         run.step()
     assert torch.rand(2, device=nccl).isfinite().all()  # random numbers go on
+
+
+def launch_graph() -> list[Any]:
+    memory = torch.empty(16, dtype=torch.uint8, device="cuda")
+    graph = LaunchGraph(memory.device, lambda stream: fill_bytes(memory.device, memory.data_ptr(), 7, 16, stream))
+    graph.run(torch.cuda.current_stream().cuda_stream)
+    return [graph, memory]
+
+
+def garbage_with_a_graph() -> list[Any]:
+    graph, cycle = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        cycle += [torch.zeros(8, device="cuda"), graph]
+    cycle.append(cycle)
+    return []
+
+
+@pytest.mark.parametrize("made", [launch_graph, lambda: [HostStaging({"w": torch.ones(8, device="cuda")})], garbage_with_a_graph])
+def test_what_ends_while_a_step_is_recorded_leaves_the_record_alone(made: Callable[[], list[Any]]) -> None:
+    """The driver refuses to destroy a graph and to unpin memory while a stream is captured, and gives the capture up."""
+    stream, x = torch.cuda.Stream(), torch.ones(8, device="cuda")
+    thresholds, alive = gc.get_threshold(), LaunchGraph.alive
+    torch.cuda.synchronize()
+
+    def work() -> torch.Tensor:
+        y = x + 1
+        held.clear()
+        kept = [[] for _ in range(100)]  # more than a collection of the youngest objects waits for
+        return y * 2 + len(kept[0])
+
+    with torch.cuda.stream(stream):
+        gc.collect()
+        gc.set_threshold(50)
+        try:
+            gc.disable()
+            held = made()
+            gc.enable()
+            replay, result = capture_on_gpu(work)
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.enable()
+        replay()
+        stream.synchronize()
+    assert result.tolist() == [4.0] * 8
+    assert LaunchGraph.alive == alive

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mxep.comm.collective import gather_objects
+from mxep.ops.runtime.nvrtc import relaxed_capture
 from mxep.train.checkpoint import save_checkpoint
 from mxep.train.durable_files import NotWrittenError
 from mxep.train.run_lock import RunLock
@@ -158,4 +159,5 @@ def _pin(block: Tensor) -> None:
 
 
 def _unpin(block: Tensor) -> None:
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(block.data_ptr())))
+    with relaxed_capture():  # a step may be recorded as a CUDA graph when the last reference goes
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(block.data_ptr())))

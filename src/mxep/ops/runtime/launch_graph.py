@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from mxep.ops.runtime.nvrtc import CAPTURE_MODE_RELAXED, DriverFunction
+from mxep.ops.runtime.nvrtc import CAPTURE_MODE_RELAXED, DriverFunction, relaxed_capture
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _POINTER = ctypes.c_void_p
@@ -76,4 +76,5 @@ class LaunchGraph:
 
 def _end_of_life(device: torch.device, ready: int) -> None:
     LaunchGraph.alive -= 1
-    _destroy(device, ready)  # the driver waits until it has run
+    with relaxed_capture():  # else it would end a capture of this thread, in which the last reference or the garbage collector lets it go
+        _destroy(device, ready)  # the driver waits until it has run
