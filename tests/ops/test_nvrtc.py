@@ -14,7 +14,7 @@ import torch
 
 from mxep import device, reference
 from mxep.ops.grouped_gemm.hopper import rebase_reference as reference_rebase
-from mxep.ops.runtime import nvrtc
+from mxep.ops.runtime import launch_graph, nvrtc
 
 KERNEL = 'extern "C" __global__ void nothing() {}'
 needs_nvrtc = pytest.mark.skipif(device.compiler_problem() is not None, reason=str(device.compiler_problem()))
@@ -50,7 +50,7 @@ def test_a_cached_cubin_is_not_compiled_again(cache: Path, monkeypatch: pytest.M
 @needs_nvrtc
 def test_an_empty_log_writes_into_no_shared_bytes():
     """It is one byte long, a zero, and Python has one object for all bytes of the same one character."""
-    code = f"""from mxep.ops.runtime import nvrtc
+    code = f"""from mxep.ops.runtime import launch_graph, nvrtc
 shared = [bytes([value]) for value in range(256)]
 assert nvrtc.compiled({KERNEL!r}, "nothing", nvrtc.CHIP)[1] == ""
 assert [value for value, one in enumerate(shared) if ord(one) != value] == []"""
@@ -341,3 +341,21 @@ def test_a_driver_function_binds_the_context_and_names_itself(monkeypatch: pytes
     assert bound == [3]
     function(torch.device("cuda", 3), 5)
     assert bound == [3, (1, "cuThing")]
+
+
+def test_a_graph_of_launches_ends_in_relaxed_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any other mode the driver refuses, and invalidates what the thread captures."""
+    mode, before, seen = 0, launch_graph.LaunchGraph.alive, []
+
+    class Driver:
+        def cuThreadExchangeStreamCaptureMode(self, wanted) -> int:  # noqa: N802
+            nonlocal mode
+            mode, wanted._obj.value = wanted._obj.value, mode
+            return 0
+
+    monkeypatch.setattr(nvrtc, "_driver", Driver)
+    monkeypatch.setattr(launch_graph, "_destroy", lambda device, ready: seen.append((ready, mode)))
+    monkeypatch.setattr(launch_graph.LaunchGraph, "alive", before + 1)
+    launch_graph._end_of_life(torch.device("cpu"), 7)
+    assert seen == [(7, nvrtc.CAPTURE_MODE_RELAXED)]
+    assert (mode, launch_graph.LaunchGraph.alive) == (0, before)
