@@ -100,7 +100,9 @@ def test_no_verdict_on_losses_that_still_fall() -> None:
 
 def test_a_run_without_a_step_in_the_last_tenth_is_reported() -> None:
     skipped = [record for record in metrics(2.0) if record["kind"] != "step" or record["step"] <= 18]
-    with pytest.raises(ValueError, match=r"no 'step' record in the last tenth of 20 steps, want one or more: the log\.txt of a run says"):
+    with pytest.raises(
+        ValueError, match=r"mxfp8-seed1: no 'step' record in the last tenth of 20 steps, want one or more: its log\.txt says"
+    ):
         summarize({"mxfp8": [metrics(2.0), skipped], "bf16": [metrics(2.0), metrics(2.0)]}, 20)
 
 
@@ -108,7 +110,7 @@ def test_a_run_without_a_step_in_the_last_tenth_is_reported() -> None:
 def test_a_run_that_diverged_has_no_mean(loss: float) -> None:
     """A NaN in the middle left the range of the seeds without it, and a verdict."""
     diverged = [record | ({"loss": loss} if record["kind"] == "held_out" and record["step"] == 20 else {}) for record in metrics(2.0)]
-    with pytest.raises(ValueError, match=rf"a 'held_out' loss in the last tenth of 20 steps is {loss}, want finite numbers"):
+    with pytest.raises(ValueError, match=rf"bf16-seed1: a 'held_out' loss in the last tenth of 20 steps is {loss}, want finite numbers"):
         summarize({"mxfp8": [metrics(2.0)] * 3, "bf16": [metrics(2.0), diverged, metrics(2.1)]}, 20)
 
 
@@ -289,6 +291,14 @@ def test_a_file_that_changed_between_pieces_is_refused(
     file.write_text(f'lr = 2e-3\nwarmup = 3\ndata = ["{__file__}"]\nz_loss = 0.1\n')
     assert main([*out, "--resume"]) == 2
     assert "own.toml: the runs began with others: lr=0.002, want 0.001; warmup=3, want not given; restore it" in capsys.readouterr().err
+    path = tmp_path / "runs" / convergence.PLAN_FILE
+    older = json.loads(path.read_text())
+    del older["file"]
+    path.write_text(json.dumps(older))
+    assert main([*out, "--resume"]) == 0
+    file.write_text(f'lr = 3e-3\nwarmup = 3\ndata = ["{__file__}"]\nz_loss = 0.1\n')
+    assert main([*out, "--resume"]) == 2, "what an older plan lacks is kept at its first piece"
+    assert "lr=0.003, want 0.002" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -50,7 +50,7 @@ def test_a_cached_cubin_is_not_compiled_again(cache: Path, monkeypatch: pytest.M
 @needs_nvrtc
 def test_an_empty_log_writes_into_no_shared_bytes():
     """It is one byte long, a zero, and Python has one object for all bytes of the same one character."""
-    code = f"""from mxep.ops.runtime import launch_graph, nvrtc
+    code = f"""from mxep.ops.runtime import nvrtc
 shared = [bytes([value]) for value in range(256)]
 assert nvrtc.compiled({KERNEL!r}, "nothing", nvrtc.CHIP)[1] == ""
 assert [value for value, one in enumerate(shared) if ord(one) != value] == []"""

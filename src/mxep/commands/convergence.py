@@ -29,6 +29,7 @@ from mxep.commands.run_pool import RunPool, SeedRun, say
 from mxep.recipe import ALIASES, DEFAULT_RECIPE, RECIPES, resolve_recipe
 from mxep.train.config import TrainConfig, flag_of, split_names
 from mxep.train.data.text_files import check_paths, write_python_corpus
+from mxep.train.durable_files import replace_file
 from mxep.train.metrics import last_step, read_metrics
 from mxep.train.option_parser import field_of, read_options, read_toml
 from mxep.train.resolved_config import ResolvedConfig, resolve
@@ -209,7 +210,9 @@ def _kept_plan(path: Path, options: argparse.Namespace) -> ComparisonPlan:
         # The default of older plans, which some of the runs have.
         separate = [] if kept.get("fused_layer") or "fused_layer" in file else ["--no-fused-layer"]
         plan = ComparisonPlan(tuple(kept["recipes"]), int(kept["seeds"]), (*separate, *kept["given"]), dict(kept.get("arms", {})))
-        began = dict(kept.get("file", file))  # older plans lack it
+        began = dict(kept.get("file", file))
+        if "file" not in kept:  # an older plan: later pieces are compared with this one
+            replace_file(path, (json.dumps({**kept, "file": file}, indent=1) + "\n").encode())
     except FileNotFoundError as error:
         raise ValueError(f"--resume: nothing to continue in {path.parent} (no {path.name}); leave --resume out") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
@@ -346,23 +349,23 @@ def compared(record: Mapping[str, Any]) -> list[Any]:
     return [record["model"], [*record["arms"]], *(record[name] for name in ("steps", "seq_len", "tokens", "lr"))]
 
 
-def tail_mean(records: Metrics, kind: str, steps: int) -> float:
+def tail_mean(records: Metrics, kind: str, steps: int, run: str) -> float:
     """Mean loss of the records of that kind ("step" or "held_out") over the last tenth of `steps`, nats per token.
 
-    Raises ValueError if there is none, since skipped steps have no loss, or if one is no finite number.
+    Raises ValueError, which names the run, if there is none, since skipped steps have no loss, or if one is no finite number.
 
-    >>> tail_mean([{"kind": "step", "step": step, "loss": float(step)} for step in range(1, 21)], "step", 20)
+    >>> tail_mean([{"kind": "step", "step": step, "loss": float(step)} for step in range(1, 21)], "step", 20, "bf16-seed0")
     19.5
     """
     losses = [record["loss"] for record in records if record["kind"] == kind and record["step"] > steps * (1 - TAIL)]
     if not losses:
         raise ValueError(
-            f"no {kind!r} record in the last tenth of {steps} steps, want one or more: the log.txt of a run says which steps were skipped; "
+            f"{run}: no {kind!r} record in the last tenth of {steps} steps, want one or more: its log.txt says which steps were skipped; "
             "start again in another --out, with a lower --lr after --"
         )
     if wrong := [loss for loss in losses if not math.isfinite(loss)]:
-        where = f"a {kind!r} loss in the last tenth of {steps} steps is {wrong[0]}"
-        raise ValueError(f"{where}, want finite numbers: a run has diverged; start again in another --out, with a lower --lr")
+        where = f"{run}: a {kind!r} loss in the last tenth of {steps} steps is {wrong[0]}"
+        raise ValueError(f"{where}, want finite numbers: it has diverged; start again in another --out, with a lower --lr")
     return statistics.fmean(losses)
 
 
@@ -381,15 +384,18 @@ def curve(records: Metrics) -> dict[str, list[float | None]]:
     return found
 
 
-def arm_of(runs: Sequence[Metrics], steps: int) -> dict[str, Any]:
-    """Results of one recipe: losses by seed, their mean and range, and the curves."""
-    held_out = [round(tail_mean(records, "held_out", steps), 6) for records in runs]
+def arm_of(name: str, runs: Sequence[Metrics], steps: int) -> dict[str, Any]:
+    """Results of the arm of this name: losses by seed, their mean and range, and the curves."""
+    held_out, training = (
+        [round(tail_mean(records, kind, steps, f"{name}-seed{seed}"), 6) for seed, records in enumerate(runs)]
+        for kind in ("held_out", "step")
+    )
     starts = [[record for record in records if record["kind"] == "run"] for records in runs]
     return {
         "held_out": held_out,
         "held_out_mean": round(statistics.fmean(held_out), 6),
         "held_out_range": [min(held_out), max(held_out)],
-        "training": [round(tail_mean(records, "step", steps), 6) for records in runs],
+        "training": training,
         "gemm_path": starts[0][-1]["gemm_path"],
         "pieces": [len(found) for found in starts],
         "curves": [curve(records) for records in runs],
@@ -407,7 +413,7 @@ def summarize(runs: Mapping[str, Sequence[Metrics]], steps: int) -> dict[str, An
         arms (see `arm_of`); ratios of held-out means to the last recipe's, their limit (1) and target; whether each mean lies within the
         range of that recipe's seeds; what is missing for a verdict; ratios seed by seed.
     """
-    arms = {recipe: arm_of(metrics, steps) for recipe, metrics in runs.items()}
+    arms = {recipe: arm_of(recipe, metrics, steps) for recipe, metrics in runs.items()}
     *ours, baseline = arms
     base = arms[baseline]
     ratios = {f"{name}_held_out_vs_{baseline}": arms[name]["held_out_mean"] / base["held_out_mean"] for name in ours}

@@ -291,7 +291,7 @@ def compare_arms(runs: dict[str, list[list[dict[str, Any]]]], steps: int) -> dic
         arms; `difference` of the means, nats per byte; whether it is at most the baseline's standard deviation; what is missing for a
         verdict.
     """
-    arms = {name: arm_of(records, steps) for name, records in runs.items()}
+    arms = {name: arm_of(name, records, steps) for name, records in runs.items()}
     for arm in arms.values():
         arm["held_out_std"] = round(statistics.stdev(arm["held_out"]), 6) if len(arm["held_out"]) > 1 else None
     ours, base = arms.values()

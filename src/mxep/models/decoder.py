@@ -171,7 +171,8 @@ class Decoder(nn.Module):
         """
         layers = self.config.num_layers
         if stages > layers:
-            raise ValueError(f"pipeline: {stages} stages for {layers} layers, want at most one for each; lower the pipeline degree")
+            advice = "lower the pipeline degree (Interleaved1F1B has two stages on each rank)"
+            raise ValueError(f"pipeline: {stages} stages for {layers} layers, want at most one for each; {advice}")
         kept = range(stage * layers // stages, (stage + 1) * layers // stages)
         for name in list(self.layers):
             if int(name) not in kept:
