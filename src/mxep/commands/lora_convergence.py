@@ -57,7 +57,10 @@ def command(argv: Sequence[str]) -> int:
     waiting = [run for run in runs if options.only in (None, run.name) and _step_of(run) < options.steps]
     at_once = min(options.at_once or (len(waiting) if device.type == "cuda" else 1), len(waiting))
     corpus = load_corpus(options.data, ByteTokenizer(), report=say)
-    _check_inputs(options.out / PLAN_FILE, corpus.fingerprint, _fingerprint_of(Path(options.base)))
+    plan = options.out / PLAN_FILE
+    _check_input(plan, "fingerprint", "--data", "text", corpus.fingerprint)
+    if waiting and starter_pid() is None:  # the process that starts others has read the whole base for them
+        _check_input(plan, "base_fingerprint", "--base", "base", _fingerprint_of(Path(options.base)))
     if at_once > 1:
         pool = RunPool(waiting, lambda run: ["lora-convergence", *argv, "--only", run.name], at_once, deadline, say)
         if pool.run(lambda: f"steps at the newest states: {', '.join(f'{run.name} {_step_of(run)}' for run in runs)}"):
@@ -100,17 +103,13 @@ def _runs(options: argparse.Namespace) -> list[SeedRun]:
     return [SeedRun(arm, seed, options.out / f"{arm}-seed{seed}", ()) for seed in range(options.seeds) for arm in ARMS]
 
 
-def _check_inputs(path: Path, text: str, base: str) -> None:
-    """Keep the fingerprints of the text and the base in the plan. Raises ValueError if the runs there began with another one."""
+def _check_input(path: Path, name: str, option: str, what: str, fingerprint: str) -> None:
+    """Keep a fingerprint in the plan, as `name`. Raises ValueError if the runs there began with another one."""
     kept = read_json_object(path, "--out")
-    inputs = {"fingerprint": ("--data", "text", text), "base_fingerprint": ("--base", "base", base)}
-    for name, (option, what, found) in inputs.items():
-        if kept.get(name, found) != found:
-            raise ValueError(
-                f"{option}: the {what} is another one than that of the runs in {path.parent}; restore it, or choose another --out"
-            )
-    if missing := {name: found for name, (_, _, found) in inputs.items() if name not in kept}:  # before other processes read the file
-        path.write_text(json.dumps({**kept, **missing}, indent=1) + "\n")
+    if name not in kept:  # before other processes read the file
+        path.write_text(json.dumps({**kept, name: fingerprint}, indent=1) + "\n")
+    elif kept[name] != fingerprint:
+        raise ValueError(f"{option}: the {what} is another one than that of the runs in {path.parent}; restore it, or choose another --out")
 
 
 def _fingerprint_of(base: Path) -> str:

@@ -60,9 +60,10 @@ class RecomputeChoice(NamedTuple):
         """What the layers keep, and the memory that this needs of `capacity` bytes."""
         counts = ((self.modes.count(mode), kept) for mode, kept in _KEEPS.items())
         listed = ", ".join(f"{count} keep {kept}" for count, kept in counts if count)
-        beyond = "" if self.fits(capacity) else "; the margin of 10% is not free, it may run out of memory"
         if self.needed > capacity:
             beyond = "; more than there is, it will probably run out of memory"
+        else:
+            beyond = "" if self.fits(capacity) else "; the margin of 10% is not free, it may run out of memory"
         return f"of {len(self.modes)} layers {listed} (at most {self.needed / _GIB:,.1f} of {capacity / _GIB:,.1f} GiB{beyond})"
 
 
