@@ -50,7 +50,7 @@ def test_every_commands_paths_begin_in_the_home_folder(
 
 
 def test_extras_are_those_of_the_project() -> None:
-    imported = {"sgl_deep_gemm": "deep_gemm"}  # packages whose module has another name
+    imported = {"sgl_deep_gemm": "deep_gemm", "flash_attn_4": "flash_attn"}  # packages whose module has another name
     named = {
         name: [re.match(r"[\w-]+", package)[0].replace("-", "_") for package in packages]
         for name, packages in PROJECT["project"]["optional-dependencies"].items()

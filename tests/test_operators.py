@@ -38,6 +38,12 @@ def rebased() -> rebase_reference.RebasedWeight:
     return rebase_reference.rebase_weight(*mx(G, N, K))
 
 
+def attention(*documents: torch.Tensor | int) -> tuple:
+    if torch.get_default_device().type == "cuda":
+        pytest.importorskip("flash_attn.cute")
+    return *(torch.randn(2, 5, *shape).bfloat16() for shape in ((4, 16), (2, 16), (2, 8))), 0.3, *documents
+
+
 def records(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """MX rows as strided views into packed records."""
     packed = reference.quantize_packed(torch.randn(rows, width), "rceil")
@@ -167,6 +173,11 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "cross_entropy_to_gradient": lambda: [
         (torch.randn(3, 7), torch.tensor([6, -100, 0])),
         (torch.randn(2, 8).bfloat16(), torch.tensor([[1, 2], [3, 4]])[:, 0]),
+    ],
+    "causal_attention": lambda: [attention(), attention(torch.tensor([0, 2, 5, 9, 10, 10], dtype=torch.int32), 4)],
+    "causal_attention_backward": lambda: [
+        (torch.randn(2, 5, 4, 8).bfloat16(), *given[:3], *torch.ops.mxep.causal_attention(*given), *given[3:])
+        for given in (attention(), attention(torch.tensor([0, 2, 5, 9, 10, 10], dtype=torch.int32), 4))
     ],
     "gather_rows": lambda: [
         (torch.randn(3, 7), row_map()),

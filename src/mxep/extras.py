@@ -11,6 +11,7 @@ class Extra(NamedTuple):
 
 
 EXTRAS = {
+    "flash_attn": Extra(("flash_attn",), "`mxep train --attn-implementation flash_attention_4`"),
     "liger": Extra(("liger_kernel",), "RMSNorms by liger-kernel in `transformers_5.accelerate`, on a GPU"),
     "parquet": Extra(("pyarrow",), "Parquet and Arrow files in `mxep train --data`"),
     "peers": Extra(("liger_kernel", "torchao", "deep_gemm"), "other packages' experts in `mxep bench peers`"),

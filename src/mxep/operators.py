@@ -128,6 +128,13 @@ _FAMILIES: dict[tuple[str, str], tuple[str, ...]] = {
         "cross_entropy(Tensor logits, Tensor labels) -> Tensor",
         "cross_entropy_to_gradient(Tensor(a!) logits, Tensor labels) -> Tensor",
     ),
+    ("attention.reference", "attention.flash_attention_4"): (
+        # q (B, S, H, width), k and v (B, S, heads, ...), causal within documents that begin at starts (N + 1,) int32 -> (B, S, H, value
+        # width) and the scores' log-sum-exp, (B, H, S) or with starts (H, B * S)
+        "causal_attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? starts=None, SymInt longest=0) -> (Tensor, Tensor)",
+        "causal_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, float scale, "
+        "Tensor? starts=None, SymInt longest=0) -> (Tensor, Tensor, Tensor)",
+    ),
     ("optimizer.reference", "optimizer.adamw_step"): (
         # AdamW of the n values of a parameter that are on this rank, in place: moments (n,) as the parameter's, or codes (n * bits / 8,)
         # and scales (n / block,); runs: where the values are in the whole parameter; hyperparameters: both betas, weight decay, eps;

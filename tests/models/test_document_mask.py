@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.operator_calls import OperatorCalls
 from torch import Tensor
 
 from mxep.models import document_mask
 from mxep.models.decoder import Decoder
 from mxep.models.document_mask import DocumentMask, PackedDocuments, attend, document_starts
 from mxep.models.families import build_model
-from mxep.models.presets import MODELS, ModelConfig
-from mxep.parallel import compile_blocks, recompute_blocks
+from mxep.models.presets import MODELS, AttnImplementation, ModelConfig
+from mxep.parallel import Recompute, compile_blocks, recompute_blocks
 from mxep.recipe import resolve_recipe
 
 LENGTHS = [[5, 1, 18, 8], [32], [31, 1]]  # of the documents in each sequence
@@ -75,10 +77,12 @@ def assert_same(found: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dic
 
 
 @pytest.mark.parametrize("way", ["plain", "full", "selective", "compiled", "compiled and selective"])
+@pytest.mark.parametrize("implementation", get_args(AttnImplementation))
 @pytest.mark.parametrize("family", SHAPES)
-def test_a_packed_sequence_is_its_documents_alone(family: str, way: str) -> None:
+def test_a_packed_sequence_is_its_documents_alone(family: str, implementation: AttnImplementation, way: str) -> None:
     model = build(SHAPES[family])
     want = alone(model)
+    model.attn_implementation = implementation
     if "compiled" in way:
         compile_blocks(model.layers.values(), "aot_eager")
     recompute_blocks(model.layers.values(), next((mode for mode in ("full", "selective") if mode in way), "none"))  # type: ignore[arg-type]
@@ -121,10 +125,14 @@ def varlen_reference(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor | int, sc
 @pytest.mark.parametrize("family", SHAPES)
 def test_by_variable_length(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with a stand-in for the kernel."""
+
+    def by_length(documents: PackedDocuments | None, *_: object) -> DocumentMask | None:
+        return None if documents is None else DocumentMask(None, document_starts(documents), documents.longest)
+
     model = build(SHAPES[family])
     want = alone(model)
     monkeypatch.setattr(document_mask, "varlen_attn", varlen_reference)
-    monkeypatch.setattr("mxep.models.decoder.document_mask", lambda found, _: DocumentMask(None, document_starts(found), found.longest))
+    monkeypatch.setattr("mxep.models.decoder.document_mask", by_length)
     assert_same(together(model), want)
 
 
@@ -136,8 +144,28 @@ def test_widths_and_heads(width: int, value_width: int, heads: int, monkeypatch:
     by_mask = attend(q, k, v, document_mask.document_mask(documents, torch.float32))
     assert by_mask.shape == (3, 32, 4, value_width)
     loose = documents._replace(most=9, longest=32)  # bounds may be far
-    for found in (documents, loose):
-        torch.testing.assert_close(attend(q, k, v, DocumentMask(None, document_starts(found), found.longest)), by_mask)
+    for found, implementation in itertools.product((documents, loose), get_args(AttnImplementation)):
+        by_length = DocumentMask(None, document_starts(found), found.longest, implementation)
+        torch.testing.assert_close(attend(q, k, v, by_length), by_mask)
+    torch.testing.assert_close(attend(q, k, v, DocumentMask(None, None, 0, "flash_attention_4")), attend(q, k, v, None))
+
+
+@pytest.mark.parametrize("documents", [None, PackedDocuments.of(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))])
+def test_gradients_of_the_reference(documents: PackedDocuments | None) -> None:
+    mask = document_mask.document_mask(documents, torch.float64, "flash_attention_4")
+    operands = [torch.randn(2, 5, *shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 6), (2, 6), (2, 3))]
+    torch.autograd.gradcheck(lambda *parts: attend(*parts, mask, 0.3), operands, check_batched_grad=False)
+
+
+@pytest.mark.parametrize(("mode", "calls"), [("selective", 2), ("full", 4)])
+def test_selective_recomputation_keeps_it(mode: Recompute, calls: int) -> None:
+    model = build(SHAPES["qwen"])
+    model.attn_implementation = "flash_attention_4"
+    recompute_blocks(model.layers.values(), mode)
+    with OperatorCalls() as called:
+        model(*tokens_and_labels(), packed()).backward()
+    assert called.counts["causal_attention"] == calls
+    assert called.counts["causal_attention_backward"] == 2
 
 
 def test_bounds_and_lengths() -> None:

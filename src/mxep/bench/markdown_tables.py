@@ -407,6 +407,7 @@ def trained(record: Record) -> str:
         "compiled": options["compile"],
         "quantised weights kept": options["cache_weights"] and "cuda_graph" not in options,
         "attention within documents": "mask_documents" in options,
+        "attention by FlashAttention-4": options.get("attn_implementation") == "flash_attention_4",
         "MXFP8 as a CUDA graph": "cuda_graph" in options,
         "linear layers in MXFP8": any(step.get("linears") for step in record["steps"].values()),
         f"output projection in {options.get('output_recipe')}": "output_recipe" in options,

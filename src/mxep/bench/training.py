@@ -65,6 +65,7 @@ DEGREES = ("tp", "pp", "dp_replicate", "pp_schedule", "microbatch")
 LAYERS = ("keep_first_product", "router_dtype", "mx_fqns", "linear_skip", "balance_loss", "z_loss", "transport")
 _RECORDED_IF_SET = (
     "mask_documents",
+    "attn_implementation",
     "cuda_graph",
     "optimizer",
     "dtype",

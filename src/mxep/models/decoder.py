@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from mxep.models.document_mask import DocumentMask, PackedDocuments, document_mask
 from mxep.models.loss import OutputProjection
-from mxep.models.presets import DecoderConfig
+from mxep.models.presets import AttnImplementation, DecoderConfig
 from mxep.models.rope import rope_table
 from mxep.moe import MoE, MoEConfig, global_router_loss
 from mxep.moe.init import draw
@@ -116,11 +116,13 @@ class Decoder(nn.Module):
 
     Attributes:
         attention: of every layer; a model family is a subclass that sets it.
+        attn_implementation: of every layer; see `mxep.models.document_mask`.
         tok_embeddings, norm, output: None if `keep_stage` removed them.
         layers: by index as a string.
     """
 
     attention: type[Attention]
+    attn_implementation: AttnImplementation = "sdpa"
     tok_embeddings: nn.Embedding | None
     norm: nn.RMSNorm | None
     output: OutputProjection | None
@@ -147,10 +149,11 @@ class Decoder(nn.Module):
         if tokens.shape[1] > self.config.max_seq_len:
             where = type(self).__name__
             raise ValueError(f"{where}: {tokens.shape[1]} tokens in a sequence, want at most max_seq_len={self.config.max_seq_len}")
-        table, mask = self.rope(tokens.device), None
+        table = self.rope(tokens.device)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         if documents is not None:
-            table, mask = table[documents.positions], document_mask(documents, x.dtype)
+            table = table[documents.positions]
+        mask = document_mask(documents, x.dtype, self.attn_implementation)
         for layer in self.layers.values():
             x = layer(x, table, mask)
         if self.norm is None or self.output is None:

@@ -1,18 +1,23 @@
-"""Attention within documents: a sequence holds several documents, and a token attends to earlier tokens of its own document.
+"""Causal attention, also within documents: a sequence holds several documents, and a token attends to earlier tokens of its own document.
 
-On GPUs, in bf16 and float16, torch's variable-length FlashAttention skips the products between documents.  Otherwise SDPA takes a boolean
-mask (B, 1, S, S), which discards them.  Both are derived from one tensor, the position of each token in its document; a pipeline passes
-only that tensor to its stages.
+Two implementations.  "sdpa" is torch's: within documents on GPUs, in bf16 and float16, its variable-length FlashAttention-2, which skips
+the products between documents; otherwise SDPA takes a boolean mask (B, 1, S, S), which discards them.  "flash_attention_4" is the package
+flash-attn-4, which skips them too (its reference on a CPU).  What they need is derived from one tensor, the position of each token in its
+document; a pipeline passes only that tensor to its stages.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+import mxep.operators  # noqa: F401
+from mxep.models.presets import AttnImplementation
+from mxep.mx.first_order import first_order
 
 _WIDTH_MULTIPLE = 8  # of a head, what FlashAttention takes
 
@@ -42,7 +47,7 @@ class PackedDocuments(NamedTuple):
 
 
 class DocumentMask(NamedTuple):
-    """The mask of all layers of a forward; exactly one of the two tensors is set.
+    """What all layers of a forward attend to, and by which implementation; without documents neither tensor is set, else exactly one.
 
     Attributes:
         allowed: (B, 1, S, S) bool, True where a token attends to another.
@@ -53,12 +58,17 @@ class DocumentMask(NamedTuple):
     allowed: Tensor | None
     starts: Tensor | None
     longest: int
+    implementation: AttnImplementation = "sdpa"
 
 
-def document_mask(documents: PackedDocuments, dtype: torch.dtype) -> DocumentMask:
-    """The mask for queries of this dtype, on the device of the positions. No host sync."""
-    if documents.positions.is_cuda and dtype in (torch.bfloat16, torch.float16):
-        return DocumentMask(None, document_starts(documents), documents.longest)
+def document_mask(
+    documents: PackedDocuments | None, dtype: torch.dtype, implementation: AttnImplementation = "sdpa"
+) -> DocumentMask | None:
+    """The mask for queries of this dtype, on the device of the positions; None where attention needs none. No host sync."""
+    if documents is None:
+        return None if implementation == "sdpa" else DocumentMask(None, None, 0, implementation)
+    if implementation == "flash_attention_4" or (documents.positions.is_cuda and dtype in (torch.bfloat16, torch.float16)):
+        return DocumentMask(None, document_starts(documents), documents.longest, implementation)
     document = (documents.positions == 0).cumsum(1)
     same = document[:, :, None] == document[:, None, :]
     return DocumentMask(same.tril()[:, None], None, documents.longest)
@@ -77,7 +87,7 @@ def document_starts(documents: PackedDocuments) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None, scale: float | None = None) -> Tensor:
-    """Causal attention; with a mask, within documents.
+    """Causal attention; with a mask, within its documents and by its implementation.
 
     Args:
         q, k, v: (B, S, heads, width). The heads of k and v divide those of q; v may have another width.
@@ -86,6 +96,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None, scale: fl
     Returns:
         (B, S, heads of q, width of v).
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if mask is not None and mask.implementation == "flash_attention_4":
+        out, _ = _FlashAttention4.apply(_padded(q), _padded(k), _padded(v), scale, mask.starts, mask.longest)
+        return out[..., : v.shape[-1]]
     if mask is not None and mask.starts is not None:
         return _attend_by_length(q, k, v, mask.starts, mask.longest, scale)
     out = F.scaled_dot_product_attention(
@@ -100,12 +114,36 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None, scale: fl
     return out.transpose(1, 2)
 
 
-def _attend_by_length(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+def _padded(x: Tensor, width: int = 0) -> Tensor:
+    """x with zeros up to `width`, or to the next width that FlashAttention takes."""
+    wanted = max(width, x.shape[-1])
+    wanted += -wanted % _WIDTH_MULTIPLE
+    return x if x.shape[-1] == wanted else F.pad(x, (0, wanted - x.shape[-1]))
+
+
+def _attend_by_length(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
     """Attention over the documents of all sequences as variable-length sequences; narrow heads are padded with zeros."""
     widest = max(q.shape[-1], v.shape[-1])
-    widest += -widest % _WIDTH_MULTIPLE
-    queries, keys, values = ((x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))).flatten(0, 1) for x in (q, k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    queries, keys, values = (_padded(x, widest).flatten(0, 1) for x in (q, k, v))
     out = varlen_attn(queries, keys, values, starts, starts, longest, longest, scale=scale, window_size=(-1, 0))
     assert isinstance(out, Tensor)
     return out[..., : v.shape[-1]].unflatten(0, (q.shape[0], -1))
+
+
+@first_order
+class _FlashAttention4(torch.autograd.Function):
+    """`torch.ops.mxep.causal_attention`, whose log-sum-exp has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, starts: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
+        out, log_sums = torch.ops.mxep.causal_attention(q, k, v, scale, starts, longest)
+        ctx.save_for_backward(q, k, v, out, log_sums, starts)
+        ctx.mark_non_differentiable(log_sums)
+        ctx.scale, ctx.longest = scale, longest
+        return out, log_sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums, starts = ctx.saved_tensors
+        grads = torch.ops.mxep.causal_attention_backward(grad, q, k, v, out, log_sums, ctx.scale, starts, ctx.longest)
+        return *grads, None, None, None

@@ -18,6 +18,7 @@ from mxep.field_types import check_field_types
 
 RouterDtype = Literal["fp32", "bf16"]
 BalanceLossType = Literal["aux_loss", "global_aux_loss"]
+AttnImplementation = Literal["sdpa", "flash_attention_4"]  # transformers' names
 
 
 @dataclass(frozen=True)

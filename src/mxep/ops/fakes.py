@@ -78,6 +78,17 @@ def cross_entropy(call: Call) -> Tensor:
 cross_entropy_to_gradient = cross_entropy
 
 
+def causal_attention(call: Call) -> tuple[Tensor, ...]:
+    batch, length, heads = call.q.shape[:3]
+    sums = (batch, heads, length) if call.starts is None else (heads, batch * length)
+    wide = torch.promote_types(call.q.dtype, _FLOAT32)
+    return call.q.new_empty((batch, length, heads, call.v.shape[3])), call.q.new_empty(sums, dtype=wide)
+
+
+def causal_attention_backward(call: Call) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (call.q, call.k, call.v))
+
+
 def _gathered(rows: Tensor, count: int) -> Tensor:
     return rows.new_empty((count, *rows.shape[1:]))
 

@@ -30,6 +30,7 @@ def kept_operators() -> frozenset[Any]:
         aten._scaled_dot_product_efficient_attention,
         aten._scaled_dot_product_cudnn_attention,
         torch.ops.torch_attn._varlen_attn,
+        torch.ops.mxep.causal_attention,
     )
     products = (aten.mm, aten.addmm, aten.bmm)
     exchanges = (

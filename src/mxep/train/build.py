@@ -11,7 +11,7 @@ from torch import nn
 from mxep.models.decoder import Decoder
 from mxep.models.families import build_model
 from mxep.models.loss import check_mx_projection
-from mxep.models.presets import ModelConfig
+from mxep.models.presets import AttnImplementation, ModelConfig
 from mxep.models.tensor_parallel_plan import apply_tensor_parallel
 from mxep.moe import RuntimeEPConfig, fuse_layers
 from mxep.parallel import (
@@ -56,6 +56,7 @@ class Build:
         compile_backend: of torch.compile; None: no compilation.
         schedule: of the pipeline.
         dtype: of the parameters.
+        attn_implementation: see `mxep.models.document_mask`.
         accumulate: batches whose gradients are summed before a step.
     """
 
@@ -72,6 +73,7 @@ class Build:
     schedule: PipelineSchedule = "1F1B"
     dtype: torch.dtype = torch.float32
     accumulate: int = 1
+    attn_implementation: AttnImplementation = "sdpa"
 
 
 def build_options(config: TrainConfig) -> Build:
@@ -100,6 +102,7 @@ def build_options(config: TrainConfig) -> Build:
         schedule=c.pp_schedule,
         dtype=state_precision(config).torch_dtype,
         accumulate=c.accumulate,
+        attn_implementation=c.attn_implementation,
     )
 
 
@@ -122,6 +125,7 @@ def build_whole(shape: ModelConfig, build: Build) -> Decoder:
     assert model.output is not None
     check_mx_projection("output projection", build.output, shape.dim)
     model.output.recipe = build.output
+    model.attn_implementation = build.attn_implementation
     if build.fused_layer:
         fuse_layers(model, RuntimeEPConfig(keep_first_product="mxfp8" if build.keep_first_product == "mxfp8" else True))
     for moe in model.moe_layers():

@@ -17,7 +17,7 @@ from tyro.conf import Fixed, Suppress
 
 from mxep.field_types import listed, type_test
 from mxep.json_files import read_json_object
-from mxep.models.presets import BalanceLossType, RouterDtype
+from mxep.models.presets import AttnImplementation, BalanceLossType, RouterDtype
 from mxep.train.durable_files import replace_file
 
 CONFIG_FILE = "config.json"
@@ -158,6 +158,8 @@ class TrainConfig:
     """Folder for token files of large corpora; default: $MXEP_CACHE/tokens, else $XDG_CACHE_HOME/mxep/tokens (~/.cache/mxep/tokens)."""
     mask_documents: bool = False
     """Restrict attention to the token's own document, and restart positions at each document."""
+    attn_implementation: AttnImplementation = "sdpa"
+    """Attention by torch (sdpa), or by the package flash-attn-4 on GPUs of SM90 and newer (flash_attention_4)."""
     # validation
     validation_data: Annotated[tuple[str, ...], _also("validation.dataset_path")] = ()
     """Held-out text, named as in --data, instead of a share of it; documents in both are not trained on."""

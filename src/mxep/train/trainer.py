@@ -32,6 +32,7 @@ from mxep.json_files import typed
 from mxep.models.flops import flops_per_token
 from mxep.models.huggingface_files import load_published
 from mxep.moe import MoE
+from mxep.ops.attention.flash_attention_4 import check_flash_attention_4
 from mxep.parallel import Recompute, build_meshes, cache_quantized_weights
 from mxep.parallel.pipeline_parallel import stages_per_rank
 from mxep.recipe import resolve_recipe
@@ -97,6 +98,8 @@ class Trainer:
         self.ranks, self.out, self.lock = ranks, out, lock
         self.settings = s = resolve(config, ranks.device.type, ranks.world)
         self.config = choose_linears(keep_model(config, s), s.shape, s.forward_tokens, ranks.device)
+        if config.attn_implementation == "flash_attention_4":
+            check_flash_attention_4("--attn-implementation", ranks.device)
         self.precision = state_precision(config)
         check_fits(s.model, s.shape, s.degrees, ranks.world, ranks.device, ranks.local_world, self.precision, config.optimizer_in_backward)
         self._check_equal("model", "shapes", (self.config.shape, self.config.yarn))
@@ -232,6 +235,7 @@ class Trainer:
         model = self.model if c.pp == 1 else build_whole(self.shape, build_options(c))  # this rank has the layers of its stages only
         layers = model.moe_layers()
         masked = ", attention within documents" if c.mask_documents else ""
+        masked += ", attention by FlashAttention-4" if c.attn_implementation == "flash_attention_4" else ""
         converted = sum(layer.experts.recipe == self.recipe for layer in layers)
         which = "" if c.mx_fqns == "experts" else f" in {converted} of {len(layers)} layers"
         output = resolve_recipe(c.output_recipe)
