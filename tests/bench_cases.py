@@ -25,6 +25,7 @@ SHAPE_KEYS = {
     "optimizer": ["T", "D"],
     "grouped-mm": ["M", "K", "N", "G"],
     "linears": ["T", "K", "N"],
+    "attention": ["B", "S", "heads", "kv_heads", "width", "value_width"],
     "peers": ["T", "D", "H", "E", "C"],
     "pipeline": ["T", "D", "N", "L"],
     "transformers": ["T", "D", "H", "E", "C"],

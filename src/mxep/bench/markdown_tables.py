@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mxep.bench import dense_linears, finetune, peers, published, transformers, transformers_step
+from mxep.bench import attention, dense_linears, finetune, peers, published, transformers, transformers_step
 from mxep.bench.layer_tables import layer_tables
 from mxep.bench.markdown_cells import Records, markdown, ratio_of_limit
 from mxep.bench.plots import PIPELINE_BASELINES
@@ -239,6 +239,21 @@ def linears_table(records: Records) -> str:
     missing = ["-"] * len(columns)
     rows = [[what, *map(" / ".join, zip(*(of.get(place, missing) for place in places), strict=True))] for what, of in found.items()]
     return markdown([f"a dense linear layer, forward + backward, {' / '.join(places)}", *columns], rows)
+
+
+def attention_table(records: Records) -> str:
+    """Attention by each implementation: milliseconds and TFLOP/s of forward and backward, and the faster one's speed with its limit."""
+    base, other, rows = attention.BASELINE, attention.FASTER, []
+    for record in records:
+        ms, flops, cells = median_ms(record), sum(record["tflop"].values()), []
+        for arm in (base, other):
+            total = ms.get(f"{arm}_total")
+            cells += ["-", "-"] if total is None else [f"{total:.2f}", f"{1e3 * flops / total:.0f}"]
+        rows.append(
+            [record_place(record), record["model"], record["documents"], *cells, ratio_of_limit(record, f"{other}_total_vs_{base}")]
+        )
+    columns = (f"`{arm}`, {unit}" for arm in (base, other) for unit in ("ms", "TFLOP/s"))
+    return markdown(["on", "attention of", "documents", *columns, "faster"], rows)
 
 
 def transformers_step_table(records: Records) -> str:
@@ -489,6 +504,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "experts": experts_table,
     "peers": peers_tables,
     "linears": linears_table,
+    "attention": attention_table,
     "torchtitan": torchtitan_table,
     "transformers": transformers_table,
     "transformers_step": transformers_step_table,

@@ -59,6 +59,7 @@ BENCHMARKS = {  # by the name on the command line
     "peers": Benchmark("peers:cases", _GEMMS,
         "experts of one GPU from given choices, against torch eager and compiled and other packages"),
     "linears": Benchmark("dense_linears:cases", _GEMMS, "dense linear layers, forward and backward, against torch.nn.Linear in bf16"),
+    "attention": Benchmark("attention:cases", _GEMMS, "attention of whole sequences and within documents, by each --attn-implementation"),
     "transformers": Benchmark("transformers:cases", _GEMMS,
         "experts of Hugging Face models through the adapter, against transformers in bf16"),
     "transformers-step": Benchmark("transformers_step:cases", _GEMMS,
