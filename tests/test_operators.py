@@ -38,10 +38,14 @@ def rebased() -> rebase_reference.RebasedWeight:
     return rebase_reference.rebase_weight(*mx(G, N, K))
 
 
-def attention(*documents: torch.Tensor | int) -> tuple:
+def attentions() -> list[tuple]:
+    """Other widths for values, and grouped heads within documents, of which one is empty."""
     if torch.get_default_device().type == "cuda":
         pytest.importorskip("flash_attn.cute")
-    return *(torch.randn(2, 5, *shape).bfloat16() for shape in ((4, 16), (2, 16), (2, 8))), 0.3, *documents
+    starts = torch.tensor([0, 2, 5, 9, 10, 10], dtype=torch.int32)
+    shapes = ((4, 16), (4, 16), (4, 8)), ((4, 16), (2, 16), (2, 16))
+    whole, grouped = ([torch.randn(2, 5, *shape).bfloat16() for shape in three] for three in shapes)
+    return [(*whole, 0.3), (*grouped, 0.3, starts, 4)]
 
 
 def records(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,10 +178,10 @@ CALLS: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.randn(3, 7), torch.tensor([6, -100, 0])),
         (torch.randn(2, 8).bfloat16(), torch.tensor([[1, 2], [3, 4]])[:, 0]),
     ],
-    "causal_attention": lambda: [attention(), attention(torch.tensor([0, 2, 5, 9, 10, 10], dtype=torch.int32), 4)],
+    "causal_attention": lambda: [*attentions()],
     "causal_attention_backward": lambda: [
-        (torch.randn(2, 5, 4, 8).bfloat16(), *given[:3], *torch.ops.mxep.causal_attention(*given), *given[3:])
-        for given in (attention(), attention(torch.tensor([0, 2, 5, 9, 10, 10], dtype=torch.int32), 4))
+        (torch.randn(2, 5, 4, given[2].shape[3]).bfloat16(), *given[:3], *torch.ops.mxep.causal_attention(*given), *given[3:])
+        for given in attentions()
     ],
     "gather_rows": lambda: [
         (torch.randn(3, 7), row_map()),

@@ -98,7 +98,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None, scale: fl
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None and mask.implementation == "flash_attention_4":
-        out, _ = _FlashAttention4.apply(_padded(q), _padded(k), _padded(v), scale, mask.starts, mask.longest)
+        widest = max(q.shape[-1], v.shape[-1]) if q.shape[2] != k.shape[2] else 0  # the package's backward of grouped heads wants one width
+        out, _ = _FlashAttention4.apply(*(_padded(x, widest) for x in (q, k, v)), scale, mask.starts, mask.longest)
         return out[..., : v.shape[-1]]
     if mask is not None and mask.starts is not None:
         return _attend_by_length(q, k, v, mask.starts, mask.longest, scale)

@@ -1,7 +1,8 @@
 """Causal attention by FlashAttention-4 (the package flash-attn-4), in bf16 or float16; the reference says what the arguments are.
 
-Heads of 8 to 256 values, in multiples of 8.  The value width may differ from that of queries and keys.  The package compiles a kernel for
-each combination of widths when it is first used, which takes seconds, but none for other numbers of tokens or documents.
+Heads have 8 to 256 values, a multiple of 8.  Without grouped heads the value width may differ from that of queries and keys.  The package
+compiles a kernel for each combination of widths when it is first used, which takes seconds, but none for other numbers of tokens or
+documents.
 """
 
 from __future__ import annotations
