@@ -102,7 +102,7 @@ def test_whole_sequences_by_flash_attention_4(heads: int, kv_heads: int, width: 
         ("sdpa", torch.bfloat16, None),
         ("exact", torch.float64, None),
     ):
-        parts = [part.to(dtype).requires_grad_() for part in (q, k, v)]
+        parts = [part.detach().clone().to(dtype).requires_grad_() for part in (q, k, v)]
         out = attend(*parts, mask)
         out.backward(grad.to(dtype))
         found[name] = [out.detach(), *(part.grad for part in parts)]
