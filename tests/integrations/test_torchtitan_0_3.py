@@ -77,6 +77,20 @@ def test_trainer(results: dict) -> None:
             assert step == pytest.approx(plain, rel=relative), name
 
 
+@pytest.mark.parametrize("degrees", ["tp", "tp ep", "pp"])
+def test_other_degrees(results: dict, degrees: str) -> None:
+    """TP 2, alone and with EP 2, and two stages of a pipeline."""
+    plain = results["trained"][f"{degrees} plain"]
+    assert plain["error"] is None
+    for recipe, relative in (("hp", 1e-3), ("mxfp8_wgrad_with_hp", 2e-3)):
+        found = results["trained"][f"{degrees} {recipe}"]
+        assert (found["error"], found["kinds"]) == (None, ["MXFP8RoutedExperts"])
+        assert len(found["steps"]) == 2
+        for step, want in zip(found["steps"], plain["steps"], strict=True):
+            assert step != want
+            assert step == pytest.approx(want, rel=relative), recipe
+
+
 @pytest.mark.parametrize("name", ["read by one", "read by plain"])
 def test_checkpoints(results: dict, name: str) -> None:
     """By experts that are not sharded, and by torchtitan's own; the second step after it also depends on the optimizer's moments."""

@@ -261,12 +261,21 @@ def two_ranks(run_rank: Callable[[int], Any] = compare_on_ranks) -> list[dict[st
 
 
 def trained() -> dict[str, dict[str, Any]]:
-    """Rank 0's results of the trainer's runs.  torchtitan's own exchange needs DTensors here: `spmd_types`, the default, fails on gloo."""
+    """The last rank's results of the trainer's runs, which has the loss of a pipeline.
+
+    torchtitan's own exchange needs DTensors here: `spmd_types`, the default, fails on gloo.
+    """
     steps = ["--training.steps=2", "--training.seq_len=64", "--training.local_batch_size=1", "--debug.seed=0", "--metrics.log_freq=1"]
     shared = [*steps, "--compile.no-enable", "--training.disable_cuda_graphs", "--lr_scheduler.warmup_steps=0"]
     dtensors = ["--parallelism.spmd_backend=partial_dtensor"]
     experts = [*BASE, *shared, "--parallelism.expert_parallel_degree=2"]
     tensors = [*GPT_OSS, *shared, "--validator.no-enable", "--parallelism.tensor_parallel_degree=2"]
+    degrees = {
+        "tp": ["--parallelism.tensor_parallel_degree=2"],
+        "tp ep": ["--parallelism.tensor_parallel_degree=2", "--parallelism.expert_parallel_degree=2"],
+        "pp": ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B", "--validator.no-enable"],
+    }
+    others = {name: [*BASE, *shared, *dtensors, *degree, "--training.local_batch_size=2"] for name, degree in degrees.items()}
     saved = [*experts, "--training.steps=3", "--checkpoint.enable", "--checkpoint.folder=saved"]
     read = [*saved, "--checkpoint.load_only", "--checkpoint.load_step=1"]
     runs = {
@@ -277,6 +286,10 @@ def trained() -> dict[str, dict[str, Any]]:
         "saved": with_recipe("hp", [*saved, "--checkpoint.interval=1"]),
         "read by one": with_recipe("hp", [*read, "--parallelism.expert_parallel_degree=1"]),
         "read by plain": [*read, *dtensors],
+        **{f"{name} plain": options for name, options in others.items()},
+        **{
+            f"{name} {recipe}": with_recipe(recipe, options) for name, options in others.items() for recipe in ("hp", "mxfp8_wgrad_with_hp")
+        },
         "gpt-oss plain": [*tensors, *dtensors],
         "gpt-oss hp": with_recipe("hp", [*tensors, *dtensors]),
         "gpt-oss spmd_types": with_recipe("hp", tensors),
@@ -285,7 +298,7 @@ def trained() -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         benchmark.write_tokenizer(pathlib.Path(folder))
         here = [f"--hf_assets_path={folder}", f"--dump_folder={folder}/out"]
-        return {name: two_ranks(lambda rank, options=options: train(rank, [*options, *here]))[0] for name, options in runs.items()}
+        return {name: two_ranks(lambda rank, options=options: train(rank, [*options, *here]))[-1] for name, options in runs.items()}
 
 
 def refused() -> dict[str, str]:
