@@ -50,6 +50,13 @@ TRAIN = {
     "read by plain": [*JOB, "--training.steps=3", *READ],
     "local blocks": [*JOB, *SWITCH_ON, "--mxep.no-fused", "--training.steps=1", "--parallelism.expert_parallel_degree=1"],
 }
+DEGREES = {
+    "tp": ["--parallelism.tensor_parallel_degree=2"],
+    "pp": ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"],
+}
+for name, degrees in DEGREES.items():
+    alone = ["--parallelism.expert_parallel_degree=1", "--training.local_batch_size=2", "--training.steps=2", *degrees]
+    TRAIN |= {f"{name} plain": [*JOB, *alone], name: [*JOB, *SWITCH_ON, *alone]}
 FOUR = [*JOB, *SWITCH_ON, "--parallelism.data_parallel_shard_degree=2", "--activation_checkpoint.mode=none"]
 PIPELINE = [*FOUR, "--parallelism.pipeline_parallel_degree=2"]
 BUILD = {
@@ -119,6 +126,17 @@ def test_tensor_parallelism_keeps_the_blocks(results: dict) -> None:
     assert results["tensor"]["recipes"] == dict.fromkeys(EXPERTS, "mxfp8_wgrad_with_hp")
     assert results["tensor"]["fused"] == 0
     assert results["one layer"]["fused"] == 1
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_other_degrees_train(results: dict, name: str) -> None:
+    plain, found = results[f"{name} plain"], results[name]
+    assert (plain["error"], found["error"]) == (None, None)
+    assert set(found["recipes"].values()) == {ROUNDED}
+    assert len(found["steps"]) == 2
+    assert found["steps"] != plain["steps"]
+    for step, want in zip(found["steps"], plain["steps"], strict=True):
+        assert step == pytest.approx(want, rel=1e-3)
 
 
 def test_the_blocks_in_high_precision_have_torchtitans_bits(results: dict) -> None:

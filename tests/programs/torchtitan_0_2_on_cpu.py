@@ -216,7 +216,7 @@ def rank_main(rank: int, port: int, options: list[str], out: pathlib.Path, run_o
     except BaseException as error:
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"
-    if rank == 0:
+    if rank == (WORLD_SIZE - 1 if run_one is train else 0):  # the last one has the loss of a pipeline
         out.write_text(json.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
