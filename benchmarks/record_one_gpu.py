@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-_BENCHMARKS = "quantize rows swiglu optimizer grouped-mm experts peers linears transformers transformers-step finetune"
+_BENCHMARKS = "quantize rows swiglu optimizer grouped-mm experts peers linears attention transformers transformers-step finetune"
 _TRAIN = (
     "-m mxep bench train --record --nproc 1 --recipes mxfp8_wgrad_with_hp,mxfp8_wgrad_with_mx -- --force-balance --fused-layer --compile"
 )
